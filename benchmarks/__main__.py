@@ -1,9 +1,10 @@
-"""Runs the benchmarks, keeps their lines in one file a machine, draws the plots and writes the figures of the READMEs.
+"""Runs the benchmarks, keeps their lines in one file a machine, draws the plots and writes the
+figures of the READMEs.
 
 python -m benchmarks                  all of them, into results/, plots/ and the READMEs
 python -m benchmarks cache sessions   some of them
 python -m benchmarks --quick          small sizes; no file is changed
-python -m benchmarks --draw           only the plots and the figures in the READMEs, from what results/ has
+python -m benchmarks --draw           only the plots and the READMEs' figures, from results/
 """
 
 from __future__ import annotations
@@ -27,21 +28,57 @@ FOLDER = Path(__file__).parent
 RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
 # The others run for minutes beside a server and are started by themselves.
 NAMES = (
-    *("pool", "prefix", "cache", "batch", "shared", "paths", "kernel", "quantised", "engine", "store", "server", "churn"),
-    *("sessions", "sessions_http", "routers", "ranks", "aiperf", "watching", "answers", "forms", "drafts"),
+    *(
+        "pool",
+        "prefix",
+        "cache",
+        "batch",
+        "shared",
+        "paths",
+        "kernel",
+        "quantised",
+        "engine",
+        "store",
+        "server",
+        "churn",
+    ),
+    *(
+        "sessions",
+        "sessions_http",
+        "routers",
+        "ranks",
+        "aiperf",
+        "watching",
+        "answers",
+        "forms",
+        "drafts",
+    ),
 )
 
 
 def machine() -> str:
     """This device and its number of cores, as part of a file name."""
     kind, name = mx.default_device().type.name, str(mx.device_info().get("device_name", "")).lower()
-    words = [word for word in re.findall(r"[a-z]+[a-z0-9]*", name) if word not in ("r", "tm", "amd", "intel", "processor", "cpu")]
+    words = [
+        word
+        for word in re.findall(r"[a-z]+[a-z0-9]*", name)
+        if word not in ("r", "tm", "amd", "intel", "processor", "cpu")
+    ]
     return "-".join([kind, *words, f"{os.cpu_count()}core"])
 
 
 def run(name: str, quick: bool, lines: Path) -> bool:
-    """One benchmark; its lines are printed and appended to a file. Returns whether it ended well."""
-    command = [sys.executable, str(FOLDER / f"bench_{name}.py"), "--out", str(lines), *(["--quick"] if quick else [])]
+    """One benchmark; its lines are printed and appended to a file.
+
+    Returns whether it ended well.
+    """
+    command = [
+        sys.executable,
+        str(FOLDER / f"bench_{name}.py"),
+        "--out",
+        str(lines),
+        *(["--quick"] if quick else []),
+    ]
     ran = subprocess.run(command)
     if ran.returncode:
         print(f"bench_{name} ended with status {ran.returncode}.", file=sys.stderr)
@@ -59,11 +96,28 @@ def keep(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="name", help=f"which of {', '.join(NAMES)}; without a name all of them")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds; their lines are only printed")
-    parser.add_argument("--draw", action="store_true", help="run nothing; draw the plots and write the figures")
-    parser.add_argument("--machine", default=machine(), help="the name of the file in results/ (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="name",
+        help=f"which of {', '.join(NAMES)}; without a name all of them",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes and few rounds; their lines are only printed",
+    )
+    parser.add_argument(
+        "--draw", action="store_true", help="run nothing; draw the plots and write the figures"
+    )
+    parser.add_argument(
+        "--machine",
+        default=machine(),
+        help="the name of the file in results/ (default: %(default)s)",
+    )
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.names if name not in NAMES]:
         parser.error(f"There is no benchmark {', '.join(unknown)}. Choose from {', '.join(NAMES)}.")
@@ -76,7 +130,10 @@ def main(arguments: list[str] | None = None) -> int:
             keep(read(lines), path)
     if not args.quick:
         machines = {
-            file.stem: read(file) for file in sorted(RESULTS.glob("*.jsonl"), key=lambda file: file.stem != figures.MACHINE)
+            file.stem: read(file)
+            for file in sorted(
+                RESULTS.glob("*.jsonl"), key=lambda file: file.stem != figures.MACHINE
+            )
         }
         draw(list(machines.values()), PLOTS)
         figures.write(machines)

@@ -1,4 +1,6 @@
-"""The server process of bench_agents: started, watched, killed and started again on the same port and store."""
+"""The server process of bench_agents: started, watched, killed and started again on the same
+port and store.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,25 @@ class Server:
         self.life = 0
         self.gone = threading.Event()
         self._log = folder / "server.log"
-        self._command = [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--model", str(model), "--port", str(self.port)]
-        self._command += ["--pool-bytes", pool_bytes, "--store-dir", str(folder / "store"), "--log-level", "WARNING", *options]
+        self._command = [
+            sys.executable,
+            "-m",
+            "mlx_blockpool.cli",
+            "serve",
+            "--model",
+            str(model),
+            "--port",
+            str(self.port),
+        ]
+        self._command += [
+            "--pool-bytes",
+            pool_bytes,
+            "--store-dir",
+            str(folder / "store"),
+            "--log-level",
+            "WARNING",
+            *options,
+        ]
         self._back = threading.Condition()
         self._resident: list[int] = []
         self._start()
@@ -52,7 +71,9 @@ class Server:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=log)
         while not self._healthy():
-            assert self._process.poll() is None, f"the server did not start:\n{self._log.read_text()[-2000:]}"
+            assert self._process.poll() is None, (
+                f"the server did not start:\n{self._log.read_text()[-2000:]}"
+            )
             time.sleep(0.05)
         with self._back:
             self.life += 1
@@ -87,14 +108,20 @@ class Server:
 
     def wait_until_back(self) -> None:
         with self._back:
-            assert self._back.wait_for(lambda: not self.gone.is_set(), 120), "the server did not come back"
+            assert self._back.wait_for(lambda: not self.gone.is_set(), 120), (
+                "the server did not come back"
+            )
 
     def pin(self) -> bool:
-        """Keep the server's workers, this process and its children off the first core: only the server's own process may use it.
+        """Keep the server's workers, this process and its children off the first core: only the
+        server's own process may use it.
 
         Returns whether the system can.
         """
-        if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(1))) < 2:
+        if (
+            not hasattr(os, "sched_setaffinity")
+            or len(cores := sorted(os.sched_getaffinity(1))) < 2
+        ):
             return False
         _pin_threads(self.pid, cores)
         for process in {os.getpid(), *_descendants(os.getpid())} - {self.pid}:
@@ -119,7 +146,9 @@ class Server:
     def thirds(self) -> tuple[int, int]:
         """The most resident bytes in the second and in the last third of its last life."""
         third = max(1, len(self._resident) // 3)
-        return max(self._resident[third : 2 * third], default=0), max(self._resident[2 * third :], default=0)
+        return max(self._resident[third : 2 * third], default=0), max(
+            self._resident[2 * third :], default=0
+        )
 
     def _resident_bytes(self) -> int:
         statm = Path(f"/proc/{self._process.pid}/statm")
@@ -130,7 +159,9 @@ class Server:
             return json.loads(response.read())
 
     def speaks(self, path: str) -> bool:
-        """Whether there is such an endpoint: a body that asks for nothing is a bad request there, and not found elsewhere."""
+        """Whether there is such an endpoint: a body that asks for nothing is a bad request
+        there, and not found elsewhere.
+        """
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", b"{}", timeout=30).close()
         except urllib.error.HTTPError as error:
@@ -140,7 +171,9 @@ class Server:
     def held(self) -> int:
         """Blocks that are held or promised once everything has ended."""
         for _ in range(100):
-            found = sum(group["held"] + group["reserved"] for group in self.get("/v1/cache")["groups"])
+            found = sum(
+                group["held"] + group["reserved"] for group in self.get("/v1/cache")["groups"]
+            )
             if not found:
                 break
             time.sleep(0.1)
@@ -156,6 +189,10 @@ def _pin_threads(process: int, cores: list[int]) -> None:
 def _descendants(process: int) -> list[int]:
     """The processes that a process has started, and that those have."""
     with suppress(OSError):
-        children = [int(pid) for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()]
+        children = [
+            int(pid)
+            for path in Path(f"/proc/{process}/task").glob("*/children")
+            for pid in path.read_text().split()
+        ]
         return children + [pid for child in children for pid in _descendants(child)]
     return []

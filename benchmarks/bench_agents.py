@@ -1,8 +1,10 @@
 """Ten agents that speak every protocol at once, hang up in mid-stream, and see their server killed.
 
-Run it with python -m benchmarks.bench_agents, from the repository's folder. A real server process with a store. Each agent writes
-letters that no other agent uses, and the model says nothing but what it has read: a letter of somebody else in a reply is a cache
-that crossed. A share of the replies is compared with mlx-lm's own. Prints one JSON line; exit status 1 if something did not hold.
+Run it with python -m benchmarks.bench_agents, from the repository's folder. A real server process
+with a store. Each agent writes letters that no other agent uses, and the model says nothing but
+what it has read: a letter of somebody else in a reply is a cache that crossed. A share of the
+replies is compared with mlx-lm's own. Prints one JSON line; exit status 1 if something did not
+hold.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from benchmarks.protocols import PROTOCOLS, CutError, Protocol, rendered
 
 LETTERS = string.ascii_uppercase + string.digits
 PER_AGENT = 3
-SYSTEM = "you are one of several agents, and all of them begin with this text, which says nothing of any of them. " * 6
+SYSTEM = (
+    "you are one of several agents, and all of them begin with this text, which says nothing of "
+    "any of them. " * 6
+)
 LONGEST = 4000
 HANG_UP = 0.15
 # Seconds.
@@ -44,7 +49,14 @@ class Failed(Exception):  # noqa: N818
 class Run:
     """What the agents share."""
 
-    def __init__(self, server: Server, protocols: list[Protocol], until: float, kills: int = 0, samples: int = 0) -> None:
+    def __init__(
+        self,
+        server: Server,
+        protocols: list[Protocol],
+        until: float,
+        kills: int = 0,
+        samples: int = 0,
+    ) -> None:
         self.server = server
         self.protocols = protocols
         self.until = until
@@ -58,13 +70,19 @@ class Run:
         self._changing = threading.Lock()
 
     def goes_on(self) -> bool:
-        """Until the time is over, on a busy machine until there is something to compare, and never beyond PATIENCE."""
+        """Until the time is over, on a busy machine until there is something to compare, and
+        never beyond PATIENCE.
+        """
         now = time.monotonic()
-        return not self.failures and (now < self.until or (now < self.until + PATIENCE and not self._is_enough()))
+        return not self.failures and (
+            now < self.until or (now < self.until + PATIENCE and not self._is_enough())
+        )
 
     def _is_enough(self) -> bool:
         is_read = self.tokens["cached_after_kill"] > 0 or not self.kills
-        return is_read and self.tokens["own_letters"] > 0 and self.counts["requests"] >= self.samples
+        return (
+            is_read and self.tokens["own_letters"] > 0 and self.counts["requests"] >= self.samples
+        )
 
     def count(self, counter: Counter[str], **figures: int) -> None:
         with self._changing:
@@ -106,7 +124,10 @@ class Agent:
                 self._run.server.wait_until_back()
 
     def _words(self) -> str:
-        words = ["".join(self._rng.choices(self.letters, k=self._rng.randrange(2, 9))) for _ in range(self._rng.randrange(4, 30))]
+        words = [
+            "".join(self._rng.choices(self.letters, k=self._rng.randrange(2, 9)))
+            for _ in range(self._rng.randrange(4, 30))
+        ]
         return f"it is {' '.join(words)}, and again it is {' '.join(words[:3])}"
 
     def _turn(self, asked: list[dict[str, str]], life: int) -> None:
@@ -125,27 +146,39 @@ class Agent:
         self._messages = [*asked, {"role": "assistant", "content": reply.text}]
         self._known, self._life = reply.prompt, life
 
-    def _check(self, asked: list[dict[str, str]], most: int, text: str, prompt: int, protocol: Protocol) -> None:
+    def _check(
+        self, asked: list[dict[str, str]], most: int, text: str, prompt: int, protocol: Protocol
+    ) -> None:
         expected = len(list(tokens_of(rendered(asked))))
         if prompt != expected:
             raise Failed("other prompt", f"{protocol.name}: {prompt} tokens != {expected}")
         others = set(LETTERS) - set(self.letters)
         if others & set(text):
-            raise Failed("secret crossed", f"{protocol.name}: {sorted(others & set(text))} in {text!r}")
-        self._run.count(self._run.tokens, own_letters=sum(letter in self.letters for letter in text))
+            raise Failed(
+                "secret crossed", f"{protocol.name}: {sorted(others & set(text))} in {text!r}"
+            )
+        self._run.count(
+            self._run.tokens, own_letters=sum(letter in self.letters for letter in text)
+        )
 
     def _note(self, life: int, prompt: int, cached: int, turn: tuple[str, int, str]) -> None:
         self._run.count(self._run.tokens, prompt=prompt, cached=cached)
         self._run.turns.append(turn)
         if life != self._life and self._known:
-            self._run.count(self._run.tokens, known_before_kill=self._known, cached_after_kill=min(cached, self._known))
+            self._run.count(
+                self._run.tokens,
+                known_before_kill=self._known,
+                cached_after_kill=min(cached, self._known),
+            )
             self._run.after_kill.append(turn)
 
 
 def tokens_of(text: str) -> Iterator[str]:
     """A token for each character, but for those that a template writes."""
     while text:
-        length = next((len(word) for word in ("<|im_start|>", "<|im_end|>") if text.startswith(word)), 1)
+        length = next(
+            (len(word) for word in ("<|im_start|>", "<|im_end|>") if text.startswith(word)), 1
+        )
         yield text[:length]
         text = text[length:]
 
@@ -155,7 +188,9 @@ def different(model: Path, turns: list[tuple[str, int, str]]) -> list[str]:
     loaded, tokenizer, *_ = load(str(model))
     found = []
     for prompt, most, text in turns:
-        expected = "".join(part.text for part in stream_generate(loaded, tokenizer, prompt, max_tokens=most))
+        expected = "".join(
+            part.text for part in stream_generate(loaded, tokenizer, prompt, max_tokens=most)
+        )
         # A message of Anthropic's has no text that is white space alone.
         if text != expected and (text or expected.strip()):
             found.append(f"{text!r} != {expected!r}")
@@ -180,19 +215,37 @@ def drive(args: argparse.Namespace, model: Path, folder: Path) -> tuple[dict[str
     other = different(model, sample)
     before, after = server.thirds()
     figures = {
-        **run.counts, "kills": len(kills), "failures": dict(run.failures), "held": held,
-        "secrets_crossed": run.failures["secret crossed"], "own_letters_told": run.tokens["own_letters"],
+        **run.counts,
+        "kills": len(kills),
+        "failures": dict(run.failures),
+        "held": held,
+        "secrets_crossed": run.failures["secret crossed"],
+        "own_letters_told": run.tokens["own_letters"],
         "cached_share": share(run.tokens, "cached", "prompt"),
         "cached_share_after_kill": share(run.tokens, "cached_after_kill", "known_before_kill"),
-        "replies_compared": len(sample), "replies_different": len(other),
-        "resident_mb_second_third": round(before / 1e6), "resident_mb_last_third": round(after / 1e6),
-    }  # fmt: skip
+        "replies_compared": len(sample),
+        "replies_different": len(other),
+        "resident_mb_second_third": round(before / 1e6),
+        "resident_mb_last_third": round(after / 1e6),
+    }
     wrong = [*run.told[:5], *other[:5]]
     wrong += [f"{held} blocks are held"] if held else []
-    wrong += [f"the generation thread began anew: {health}"] if health["restarts"] or health["status"] != "ok" else []
-    wrong += ["the model tells no secret: nothing was tested"] if not run.tokens["own_letters"] else []
-    wrong += ["nothing was read after a kill"] if kills and not run.tokens["cached_after_kill"] else []
-    wrong += [f"resident memory grew from {before} to {after} bytes"] if after > 1.1 * before and args.seconds >= 300 else []
+    wrong += (
+        [f"the generation thread began anew: {health}"]
+        if health.get("restarts") or health["status"] != "ok"
+        else []
+    )
+    wrong += (
+        ["the model tells no secret: nothing was tested"] if not run.tokens["own_letters"] else []
+    )
+    wrong += (
+        ["nothing was read after a kill"] if kills and not run.tokens["cached_after_kill"] else []
+    )
+    wrong += (
+        [f"resident memory grew from {before} to {after} bytes"]
+        if after > 1.1 * before and args.seconds >= 300
+        else []
+    )
     return figures, wrong
 
 
@@ -203,16 +256,22 @@ def share(tokens: Counter[str], part: str, whole: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--agents", type=int, default=10, choices=range(1, len(LETTERS) // PER_AGENT + 1))
+    parser.add_argument(
+        "--agents", type=int, default=10, choices=range(1, len(LETTERS) // PER_AGENT + 1)
+    )
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=100, help="replies to compare with mlx-lm's own")
+    parser.add_argument(
+        "--samples", type=int, default=100, help="replies to compare with mlx-lm's own"
+    )
     parser.add_argument("--pool-bytes", default="40MB")
     parser.add_argument("--out", help="append the JSON line to this file too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder) / "model")
         figures, wrong = drive(args, Path(folder) / "model", Path(folder))
-    report(args, "agents", f"{args.agents} agents, {args.seconds:.0f} s, {args.kills} kills", **figures)
+    report(
+        args, "agents", f"{args.agents} agents, {args.seconds:.0f} s, {args.kills} kills", **figures
+    )
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0

@@ -1,7 +1,9 @@
-"""Decode of a batch with contexts of mixed length, and joining and leaving it, against mlx-lm's padded batch, in one run.
+"""Decode of a batch with contexts of mixed length, and joining and leaving it, against mlx-lm's
+padded batch, in one run.
 
-Both run in mlx-lm's own BatchGenerator. The counter proves the path: every attend of every step was the ragged one. On a CPU
-the attention of a batch is divided between cores, mlx-lm's is not; `one stream` is ours without that.
+Both run in mlx-lm's own BatchGenerator. The counter proves the path: every attend of every step was
+the ragged one. On a CPU the attention of a batch is divided between cores, mlx-lm's is not; `one
+stream` is ours without that.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
+from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.capabilities import Capabilities
 from mlx_blockpool.kv.decode_policy import default_streams
-from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
-from mlx_blockpool.kv.parts import batch_of
+from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache
 
 MIXED = [500, 600, 1024, 1500, 2048, 300, 4000, 800]
 
@@ -42,15 +45,23 @@ class System:
         pool_bytes = 3 * sum(contexts) * 2 * size[1] * size[3] * self.dim * 4
         self.pool = open_pool(self.model, pool_bytes, attach=False) if pooled else None
         if self.pool is not None:
-            self.pool.ragged = bind(self.model) > 0
+            self.pool.capabilities = Capabilities("ragged" if bind(self.model) else None)
 
     def caches(self, context: int) -> list[Any]:
-        made = stock_prompt_cache(self.model) if self.pool is None else make_prompt_cache(self.model, self.pool)
+        made = (
+            stock_prompt_cache(self.model)
+            if self.pool is None
+            else make_prompt_cache(self.model, self.pool)
+        )
         return filled(made, context, self.heads, self.dim)
 
     def batch(self, contexts: list[int]) -> BatchGenerator:
-        generator = BatchGenerator(self.model, max_tokens=10_000, prefill_batch_size=len(contexts) + 1)
-        generator.insert([[7]] * len(contexts), caches=[self.caches(context) for context in contexts])
+        generator = BatchGenerator(
+            self.model, max_tokens=10_000, prefill_batch_size=len(contexts) + 1
+        )
+        generator.insert(
+            [[7]] * len(contexts), caches=[self.caches(context) for context in contexts]
+        )
         for _ in range(3):
             generator.next_generated()
         return generator
@@ -70,11 +81,15 @@ class System:
         taken = (time.perf_counter() - start) / steps
         if self.pool is not None:
             needed = {"ragged": steps * self.layers}
-            assert self.pool.decode.path_counts == needed, f"{self.pool.decode.path_counts} != {needed}: another path ran"
+            assert self.pool.decode.path_counts == needed, (
+                f"{self.pool.decode.path_counts} != {needed}: another path ran"
+            )
         return taken
 
     def stall_seconds(self) -> float:
-        """Seconds that one sequence's joining and leaving adds to a batch of the others, as each engine does it."""
+        """Seconds that one sequence's joining and leaving adds to a batch of the others, as each
+        engine does it.
+        """
         batch = self.batch(self.contexts)._generation_batch.prompt_cache
         late = self.caches(self.contexts[0])
         start = time.perf_counter()
@@ -86,20 +101,40 @@ class System:
         return time.perf_counter() - start
 
 
-def bench(args: Any, case: str, contexts: list[int], size: tuple[int, int, int, int], steps: int, rounds: int) -> None:
+def bench(
+    args: Any,
+    case: str,
+    contexts: list[int],
+    size: tuple[int, int, int, int],
+    steps: int,
+    rounds: int,
+) -> None:
     ours, stock = System(True, contexts, size), System(False, contexts, size)
     assert ours.pool is not None
-    runs = {"ours": ours.step_seconds, "one": lambda steps: ours.step_seconds(steps, streams=1), "stock": stock.step_seconds}
+    runs = {
+        "ours": ours.step_seconds,
+        "one": lambda steps: ours.step_seconds(steps, streams=1),
+        "stock": stock.step_seconds,
+    }
     step = interleave({name: functools.partial(run, steps) for name, run in runs.items()}, rounds)
     counts = dict(ours.pool.decode.path_counts)
     stall = interleave({"ours": ours.stall_seconds, "stock": stock.stall_seconds}, rounds)
     report(
-        args, "batch", case, sequences=len(contexts), utilisation=round(sum(contexts) / len(contexts) / max(contexts), 2),
-        ours_step_ms=round(step["ours"] * 1e3, 1), stock_step_ms=round(step["stock"] * 1e3, 1),
-        ratio_step=round(step["stock"] / step["ours"], 2), ratio_one_stream=round(step["stock"] / step["one"], 2),
-        streams=default_streams(), path_counts=counts, ours_stall_ms=round(stall["ours"] * 1e3, 2),
-        stock_stall_ms=round(stall["stock"] * 1e3, 2), ratio_stall=round(stall["stock"] / stall["ours"], 1),
-    )  # fmt: skip
+        args,
+        "batch",
+        case,
+        sequences=len(contexts),
+        utilisation=round(sum(contexts) / len(contexts) / max(contexts), 2),
+        ours_step_ms=round(step["ours"] * 1e3, 1),
+        stock_step_ms=round(step["stock"] * 1e3, 1),
+        ratio_step=round(step["stock"] / step["ours"], 2),
+        ratio_one_stream=round(step["stock"] / step["one"], 2),
+        streams=default_streams(),
+        path_counts=counts,
+        ours_stall_ms=round(stall["ours"] * 1e3, 2),
+        stock_stall_ms=round(stall["stock"] * 1e3, 2),
+        ratio_stall=round(stall["stock"] / stall["ours"], 1),
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Single-stream decode and prefill through pooled caches against mlx-lm's own, in one run.
 
-Proves that no slab was copied: the address of a slab before and after, and the peak of memory over the decode.
+Proves that no slab was copied: the address of a slab before and after, and the peak of memory over
+the decode.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
-from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
+from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.prompt_cache import make_prompt_cache
 
 
 def filled(model: Any, caches: list[Any], context: int) -> list[Any]:
     """Caches that hold `context` random tokens, without the prefill."""
     for cache in caches:
         heads, dim = model.layers[0].self_attn.n_kv_heads, model.layers[0].self_attn.head_dim
-        keys, values = mx.random.normal((2, 1, heads, context, dim)).astype(model.layers[0].self_attn.k_proj.weight.dtype)
+        keys, values = mx.random.normal((2, 1, heads, context, dim)).astype(
+            model.layers[0].self_attn.k_proj.weight.dtype
+        )
         cache.update_and_fetch(keys, values)
     mx.eval([c.state for c in caches])
     return caches
@@ -57,7 +61,10 @@ def bench_decode(args: Any, context: int, steps: int, rounds: int) -> None:
     ours, stock = llama(256, 4, 4, 2), llama(256, 4, 4, 2)
     arena = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2, attach=False)
     bind(ours)
-    mine, theirs = filled(ours, make_prompt_cache(ours, arena), context), filled(stock, stock_prompt_cache(stock), context)
+    mine, theirs = (
+        filled(ours, make_prompt_cache(ours, arena), context),
+        filled(stock, stock_prompt_cache(stock), context),
+    )
     decode_seconds(ours, mine, 4)
     before, base = address(arena), mx.get_active_memory()
     mx.reset_peak_memory()
@@ -69,7 +76,9 @@ def bench_decode(args: Any, context: int, steps: int, rounds: int) -> None:
         peaks.append(mx.get_peak_memory() - base)
         return seconds
 
-    median = interleave({"ours": run_ours, "stock": lambda: decode_seconds(stock, theirs, steps)}, rounds)
+    median = interleave(
+        {"ours": run_ours, "stock": lambda: decode_seconds(stock, theirs, steps)}, rounds
+    )
     moved = before != address(arena)
     assert not moved, "a slab was copied during decode"
     report(

@@ -1,7 +1,9 @@
-"""What decode steps allocate, beside mlx-lm's padded batch: how far memory rises in a step, and what is taken from the system.
+"""What decode steps allocate, beside mlx-lm's padded batch: how far memory rises in a step, and
+what is taken from the system.
 
-mlx counts bytes, not buffers. What no buffer of an earlier step served is taken from the system: `new_buffers` counts the steps
-that took any, by bytes rounded up to a power of two. The first step finds no buffers, the others those of the steps before.
+mlx counts bytes, not buffers. What no buffer of an earlier step served is taken from the system:
+`new_buffers` counts the steps that took any, by bytes rounded up to a power of two. The first step
+finds no buffers, the others those of the steps before.
 """
 
 from __future__ import annotations
@@ -43,7 +45,14 @@ def main() -> None:
     size, steps = ((128, 2, 8, 4), 40) if args.quick else ((256, 2, 8, 4), 60)
     contexts = [context // (8 if args.quick else 4) for context in MIXED]
     for name, pooled in (("stock", False), ("blockpool", True)):
-        report(args, "churn", name, steps=steps, contexts=contexts, **churn(System(pooled, contexts, size), steps))
+        report(
+            args,
+            "churn",
+            name,
+            steps=steps,
+            contexts=contexts,
+            **churn(System(pooled, contexts, size), steps),
+        )
 
 
 if __name__ == "__main__":

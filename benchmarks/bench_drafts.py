@@ -1,8 +1,11 @@
-"""Drafts from the request's own text: a model that edits files by itself (editor.py), with drafts and without, in one run.
+"""Drafts from the request's own text: a model that edits files by itself (editor.py), with drafts
+and without, in one run.
 
-Edits: tokens a forward, acceptance, the measured cost curve, the speed against no drafts, and the bound: the speed that the curve
-allows where each forward takes the best number of those drafted tokens that are accepted. Fresh text, of which the prompt has
-nothing: the speed against no drafts there. Replies of both are compared with the text that the model has to write.
+Edits: tokens a forward, acceptance, the measured cost curve, the speed against no drafts, and the
+bound: the speed that the curve allows where each forward takes the best number of those drafted
+tokens that are accepted. Fresh text, of which the prompt has
+nothing: the speed against no drafts there. Replies of both are compared with the text that the
+model has to write.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.kv.attach import bind
-from mlx_blockpool.kv.factory import open_pool
+from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.capabilities import Capabilities
 from mlx_blockpool.kv.measuring import measure_curve
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
@@ -44,10 +48,12 @@ class System:
     def __init__(self, model: Any, drafts: str, curve: CostCurve | None = None) -> None:
         bind(model)
         self.arena = open_pool(model, POOL_BYTES, attach=False)
-        self.arena.ragged, self.arena.verifies = True, "rows"
+        self.arena.capabilities = Capabilities("ragged", verifies="rows")
         caches = PooledCaches(TieredPrefixCache(self.arena))
         caches.curve = curve
-        self.engine = BlockPoolBatchEngine(model, caches, EngineConfig(drafts=drafts, decode_share=0))
+        self.engine = BlockPoolBatchEngine(
+            model, caches, EngineConfig(drafts=drafts, decode_share=0)
+        )
         self.replies: dict[int, list[int]] = {}
 
     def start(self, works: list[Work]) -> None:
@@ -78,31 +84,45 @@ def timed(run: Callable[[], int]) -> tuple[int, float, float]:
 
 def ratio(seconds: dict[str, list[float]]) -> float:
     """The median speed with drafts against that without, of measurements side by side."""
-    return statistics.median(off / auto for off, auto in zip(seconds["off"], seconds["auto"], strict=True))
+    return statistics.median(
+        off / auto for off, auto in zip(seconds["off"], seconds["auto"], strict=True)
+    )
 
 
-# -- the bound ---------------------------------------------------------------------------------------------------------
+# -- the bound -------------------------------------------------------------------------------------
 
 
 def accepted_runs(work: Work, most: int) -> list[int]:
-    """Behind each token of a reply, how many of the tokens that would be drafted there are the reply's next ones."""
+    """Behind each token of a reply, how many of the tokens that would be drafted there are the
+    reply's next ones.
+    """
     drafter = Drafter(work.prompt)
     drafter.catch_up(len(work.prompt))
     runs = []
     for number, token in enumerate(work.reply):
         draft = drafter.propose(token, most).tokens
         following = work.reply[number + 1 : number + 1 + len(draft)]
-        runs.append(next((i for i, (a, b) in enumerate(zip(draft, following, strict=False)) if a != b), len(following)))
+        runs.append(
+            next(
+                (i for i, (a, b) in enumerate(zip(draft, following, strict=False)) if a != b),
+                len(following),
+            )
+        )
         drafter.observe((token,))
     return runs
 
 
 def bound(runs: list[list[int]], curve: CostCurve) -> float:
-    """The speed against no drafts of a batch that drafts, in each forward, the best number of tokens that will be accepted.
+    """The speed against no drafts of a batch that drafts, in each forward, the best number of
+    tokens that will be accepted.
 
-    Best is what is worth most less its seconds, where a token is worth some seconds: those that make the batch end first.
+    Best is what is worth most less its seconds, where a token is worth some seconds: those that
+    make the batch end first.
     """
-    plain = sum(curve.plain_seconds(sum(len(run) > step for run in runs)) for step in range(max(map(len, runs))))
+    plain = sum(
+        curve.plain_seconds(sum(len(run) > step for run in runs))
+        for step in range(max(map(len, runs)))
+    )
     worths = [curve.plain_seconds(len(runs)) * 0.9**i for i in range(40)]
     return plain / min(_seconds(runs, curve, worth) for worth in worths)
 
@@ -110,17 +130,22 @@ def bound(runs: list[list[int]], curve: CostCurve) -> float:
 def behind(works: list[Work], curve: CostCurve) -> CostCurve:
     """The curve of a batch behind its contexts, half of each reply included."""
     contexts = [len(work.prompt) + len(work.reply) // 2 for work in works]
-    return curve.behind(sum(contexts) // len(contexts), len(works))
+    return curve.at_context(sum(contexts) // len(contexts), len(works))
 
 
 def _seconds(runs: list[list[int]], curve: CostCurve, worth: float) -> float:
-    """Seconds of a batch of which each forward takes the drafted tokens that maximise their `worth` less its seconds."""
+    """Seconds of a batch of which each forward takes the drafted tokens that maximise their
+    `worth` less its seconds.
+    """
     at, taken = [0] * len(runs), 0.0
     while live := [i for i, run in enumerate(runs) if at[i] < len(run)]:
         # Those that have most to go draft first, so that all end together.
         order = sorted(live, key=lambda i: at[i] - len(runs[i]))
         most = sum(runs[i][at[i]] for i in live)
-        costs = [curve.plain_seconds(len(live)), *(curve.seconds(len(live) + n) for n in range(1, most + 1))]
+        costs = [
+            curve.plain_seconds(len(live)),
+            *(curve.seconds(len(live) + n) for n in range(1, most + 1)),
+        ]
         left = max(range(most + 1), key=lambda n: n * worth - costs[n])
         taken += costs[left]
         for i in order:
@@ -129,10 +154,12 @@ def _seconds(runs: list[list[int]], curve: CostCurve, worth: float) -> float:
     return taken
 
 
-# -- cases -------------------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
-def bench_edits(args: Any, name: str, model: Any, batches: list[list[Work]], curve: CostCurve) -> None:
+def bench_edits(
+    args: Any, name: str, model: Any, batches: list[list[Work]], curve: CostCurve
+) -> None:
     wall: dict[str, list[float]] = {mode: [] for mode in MODES}
     busy: dict[str, list[float]] = {mode: [] for mode in MODES}
     counts: Counter[str] = Counter()
@@ -157,15 +184,32 @@ def bench_edits(args: Any, name: str, model: Any, batches: list[list[Work]], cur
                 forwards += system.engine.counts["decode_steps"] - before["decode_steps"]
                 counts.update(system.engine.counts)
     most = EngineConfig().most_drafted
-    bounds = [bound([accepted_runs(work, most) for work in works], behind(works, curve)) for works in batches]
-    shares = [off / auto / allowed for off, auto, allowed in zip(*wall.values(), bounds, strict=True)]
-    drafted, accepted = (sum(n for what, n in counts.items() if what.startswith(f"{verb} ")) for verb in ("drafted", "accepted"))
+    bounds = [
+        bound([accepted_runs(work, most) for work in works], behind(works, curve))
+        for works in batches
+    ]
+    shares = [
+        off / auto / allowed for off, auto, allowed in zip(*wall.values(), bounds, strict=True)
+    ]
+    drafted, accepted = (
+        sum(n for what, n in counts.items() if what.startswith(f"{verb} "))
+        for verb in ("drafted", "accepted")
+    )
     report(
-        args, "drafts", f"edits, {name}", replies=sum(map(len, batches)), tokens=decoded,
-        tokens_per_forward=round(decoded / forwards / len(batches[0]), 2), verifications=counts["verifications"],
-        acceptance=round(accepted / max(1, drafted), 3), curve=in_plain_steps(curve), bound=round(statistics.median(bounds), 2),
-        speed=round(ratio(wall), 2), speed_processor=round(ratio(busy), 2), reached=round(statistics.median(shares), 2),
-    )  # fmt: skip
+        args,
+        "drafts",
+        f"edits, {name}",
+        replies=sum(map(len, batches)),
+        tokens=decoded,
+        tokens_per_forward=round(decoded / forwards / len(batches[0]), 2),
+        verifications=counts["verifications"],
+        acceptance=round(accepted / max(1, drafted), 3),
+        curve=in_plain_steps(curve),
+        bound=round(statistics.median(bounds), 2),
+        speed=round(ratio(wall), 2),
+        speed_processor=round(ratio(busy), 2),
+        reached=round(statistics.median(shares), 2),
+    )
 
 
 def slice_of(system: System) -> tuple[int, float, float]:
@@ -194,10 +238,17 @@ def bench_fresh(args: Any, name: str, model: Any, works: list[Work], curve: Cost
         system.check(works)
     counts = systems["auto"].engine.counts
     report(
-        args, "drafts", f"fresh text, {name}", tokens=sum(len(work.reply) for work in works), slices=len(wall["auto"]),
-        verifications=counts["verifications"], drafted=counts["drafted context"], accepted=counts["accepted context"],
-        ratio=round(ratio(wall), 3), ratio_processor=round(ratio(busy), 3),
-    )  # fmt: skip
+        args,
+        "drafts",
+        f"fresh text, {name}",
+        tokens=sum(len(work.reply) for work in works),
+        slices=len(wall["auto"]),
+        verifications=counts["verifications"],
+        drafted=counts["drafted context"],
+        accepted=counts["accepted context"],
+        ratio=round(ratio(wall), 3),
+        ratio_processor=round(ratio(busy), 3),
+    )
 
 
 def in_plain_steps(curve: CostCurve) -> dict[str, float]:
@@ -207,11 +258,17 @@ def in_plain_steps(curve: CostCurve) -> dict[str, float]:
 
 if __name__ == "__main__":
     args = options(__doc__ or "")
-    lengths, fours, fresh, seconds = ([100], [100] * 4, 100, 3.0) if args.quick else (LENGTHS, [600] * 8, 400, 20.0)
+    lengths, fours, fresh, seconds = (
+        ([30], [30] * 4, 30, 1.0) if args.quick else (LENGTHS, [600] * 8, 400, 20.0)
+    )
     works, manual = edits(lengths), prose(fresh, 4)
     short = edits(fours)
     batches = [short[start : start + 4] for start in range(0, len(short), 4)]
-    cases = [("bfloat16", mx.bfloat16, None), ("float32", mx.float32, None), ("4-bit weights", mx.bfloat16, 4)]
+    cases = [
+        ("bfloat16", mx.bfloat16, None),
+        ("float32", mx.float32, None),
+        ("4-bit weights", mx.bfloat16, 4),
+    ]
     for name, dtype, bits in cases[:1] if args.quick else cases:
         model = editor.new_model(dtype, bits)
         curve = measure_curve(model, System(model, "off").arena, seconds)

@@ -1,6 +1,8 @@
-"""The engine against mlx-lm's BatchGenerator, in one run: steps, starting together, a long prefill beside replies, a small pool.
+"""The engine against mlx-lm's BatchGenerator, in one run: steps, starting together, a long prefill
+beside replies, a small pool.
 
-Counters prove what happened: chunks, prompt tokens computed, sequences swapped out and back. Replies of both are compared.
+Counters prove what happened: chunks, prompt tokens computed, sequences swapped out and back.
+Replies of both are compared.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.kv.attach import bind
-from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.memory import batch_memory
+from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.capabilities import RAGGED
+from mlx_blockpool.model_files.memory import batch_memory
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
 VOCAB = 2048
@@ -39,7 +42,7 @@ class Ours:
     def __init__(self, model: Any, pool_bytes: int, config: EngineConfig | None = None) -> None:
         bind(model)
         self.arena = open_pool(model, pool_bytes, attach=False)
-        self.arena.ragged = True
+        self.arena.capabilities = RAGGED
         self.prefix = TieredPrefixCache(self.arena)
         self.engine = BlockPoolBatchEngine(model, PooledCaches(self.prefix), config)
 
@@ -48,7 +51,9 @@ class Ours:
 
     def next(self) -> list[tuple[int, int]]:
         """(uid, token) of each token that this step told."""
-        return [(event.uid, event.token) for event in self.engine.next() if isinstance(event, Token)]
+        return [
+            (event.uid, event.token) for event in self.engine.next() if isinstance(event, Token)
+        ]
 
 
 class Stock:
@@ -65,7 +70,9 @@ class Stock:
         return [(r.uid, r.token) for r in self.generator.next()[1]]
 
 
-def run(system: Any, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], list[float], float]:
+def run(
+    system: Any, prompts: list[list[int]], max_tokens: int
+) -> tuple[list[list[int]], list[float], float]:
     """Replies, seconds to first token of each, and seconds in all."""
     start = time.perf_counter()
     uids = [system.insert(p, max_tokens) for p in prompts]
@@ -79,7 +86,9 @@ def run(system: Any, prompts: list[list[int]], max_tokens: int) -> tuple[list[li
 
 
 def filled(system: Any, lengths: list[int]) -> Callable[[int], float]:
-    """Compute the prompts; then a function that gives the seconds of one decode step of all of them, over some steps."""
+    """Compute the prompts; then a function that gives the seconds of one decode step of all of
+    them, over some steps.
+    """
     uids = [system.insert(prompt(n, i), 10_000) for i, n in enumerate(lengths)]
     told: set[int] = set()
     while len(told) < len(uids):
@@ -94,21 +103,35 @@ def filled(system: Any, lengths: list[int]) -> Callable[[int], float]:
     return seconds
 
 
-def bench_steps(args: Any, model: Any, stock: Any, case: str, lengths: list[int], steps: int, rounds: int) -> None:
+def bench_steps(
+    args: Any, model: Any, stock: Any, case: str, lengths: list[int], steps: int, rounds: int
+) -> None:
     # Without a share for decode: nobody grows much while the last prompts are computed.
     ours = Ours(model, 10**9, EngineConfig(decode_share=0))
-    runs = {name: functools.partial(filled(s, lengths), steps) for name, s in (("ours", ours), ("stock", Stock(stock)))}
+    runs = {
+        name: functools.partial(filled(s, lengths), steps)
+        for name, s in (("ours", ours), ("stock", Stock(stock)))
+    }
     ours.arena.decode.path_counts.clear()
     found = interleave(runs, rounds)
     counted = sum(ours.arena.decode.path_counts.values())
-    assert counted == steps * rounds * len(model.layers), f"{counted} attends of a batch: another path ran"
+    assert counted == steps * rounds * len(model.layers), (
+        f"{counted} attends of a batch: another path ran"
+    )
     figures = {f"{name}_ms": round(seconds * 1e3, 2) for name, seconds in found.items()}
     report(
-        args, "engine", case, **figures, ratio=round(found["stock"] / found["ours"], 3), paths=dict(ours.arena.decode.path_counts)
+        args,
+        "engine",
+        case,
+        **figures,
+        ratio=round(found["stock"] / found["ours"], 3),
+        paths=dict(ours.arena.decode.path_counts),
     )
 
 
-def bench_together(args: Any, model: Any, stock: Any, agents: int, system: int, rounds: int) -> None:
+def bench_together(
+    args: Any, model: Any, stock: Any, agents: int, system: int, rounds: int
+) -> None:
     """Agents that start at the same time on one system prompt."""
     common = prompt(system, 1)
     prompts = [prompt(system + 40 + 10 * i, 2 + i, common) for i in range(agents)]
@@ -120,7 +143,9 @@ def bench_together(args: Any, model: Any, stock: Any, agents: int, system: int, 
         expected, stock_first, stock_wall = run(Stock(stock), prompts, 16)
         assert replies == expected, "the replies differ"
         computed = ours.engine.counts["prompt_tokens"]
-        assert computed == needed, f"{computed} prompt tokens computed != {needed}: the common part once, each tail once"
+        assert computed == needed, (
+            f"{computed} prompt tokens computed != {needed}: the common part once, each tail once"
+        )
         ratios.append(first[-1] / stock_first[-1])
         walls.append(wall / stock_wall)
     report(
@@ -136,10 +161,14 @@ def bench_together(args: Any, model: Any, stock: Any, agents: int, system: int, 
 
 
 def bench_long_prefill(args: Any, model: Any, long: int, step: int) -> None:
-    """A short request that arrives during a long prefill: chunks until its first token, and the speed of its decode since."""
+    """A short request that arrives during a long prefill: chunks until its first token, and the
+    speed of its decode since.
+    """
 
     def run(with_long: bool, most: int) -> tuple[float, int, int]:
-        """Tokens per second over four chunks of the long prompt, or over `most` tokens alone; chunks to the first one; tokens."""
+        """Tokens per second over four chunks of the long prompt, or over `most` tokens alone;
+        chunks to the first one; tokens.
+        """
         ours = Ours(model, 10**9, EngineConfig(prefill_tokens=step))
         counts = ours.engine.counts
         if with_long:
@@ -158,13 +187,20 @@ def bench_long_prefill(args: Any, model: Any, long: int, step: int) -> None:
         return tokens / (time.perf_counter() - start), chunks, tokens
 
     _, chunks, tokens = run(True, 0)
-    found = interleave({"disturbed": lambda: run(True, 0)[0], "alone": lambda: run(False, tokens)[0]}, 3)
+    found = interleave(
+        {"disturbed": lambda: run(True, 0)[0], "alone": lambda: run(False, tokens)[0]}, 3
+    )
     assert chunks <= 3, f"first token after {chunks} chunks > 3"
     report(
-        args, "engine", f"200 tokens during a prefill of {long}", chunks_to_first_token=chunks, chunk=step,
-        tokens_per_s=round(found["disturbed"], 1), alone=round(found["alone"], 1),
+        args,
+        "engine",
+        f"200 tokens during a prefill of {long}",
+        chunks_to_first_token=chunks,
+        chunk=step,
+        tokens_per_s=round(found["disturbed"], 1),
+        alone=round(found["alone"], 1),
         speed_kept=round(found["disturbed"] / found["alone"], 2),
-    )  # fmt: skip
+    )
 
 
 def bench_small_pool(args: Any, model: Any, stock: Any, length: int, tokens: int) -> None:
@@ -178,9 +214,18 @@ def bench_small_pool(args: Any, model: Any, stock: Any, length: int, tokens: int
     expected = [run(Stock(stock), [p], tokens)[0][0] for p in prompts]
     assert replies == expected, "the replies differ"
     counts = ours.engine.counts
-    assert counts["swapped_out"] == counts["swapped_in"] > 0, f"nothing was swapped out: {dict(counts)}"
+    assert counts["swapped_out"] == counts["swapped_in"] > 0, (
+        f"nothing was swapped out: {dict(counts)}"
+    )
     ours.prefix.check()
-    report(args, "engine", "a pool for two of five", wall_s=round(wall, 2), equal_replies=True, **counts)
+    report(
+        args,
+        "engine",
+        "a pool for two of five",
+        wall_s=round(wall, 2),
+        equal_replies=True,
+        **counts,
+    )
 
 
 def bench_waste(args: Any, model: Any, lengths: list[int]) -> None:
@@ -189,12 +234,19 @@ def bench_waste(args: Any, model: Any, lengths: list[int]) -> None:
     filled(ours, lengths)
     live = ours.engine.live
     tables = [(running.caches or [])[0].sequence.tables for running in live]
-    held = [len({block for own in tables for block in own[g].ids}) for g in range(len(ours.arena.spec.groups))]
+    held = [
+        len({block for own in tables for block in own[g].ids})
+        for g in range(len(ours.arena.spec.groups))
+    ]
     memory = batch_memory(ours.arena.spec, [len(r.tokens) for r in live], held).bytes
     report(
-        args, "engine", f"{len(lengths)} agents of {lengths[0]} to {lengths[-1]} tokens", waste=round(memory.pool.waste_share, 4),
-        padded_waste=round(memory.padded.waste_share, 4), ratio=round(memory.ratio, 2),
-    )  # fmt: skip
+        args,
+        "engine",
+        f"{len(lengths)} agents of {lengths[0]} to {lengths[-1]} tokens",
+        waste=round(memory.pool.waste_share, 4),
+        padded_waste=round(memory.padded.waste_share, 4),
+        ratio=round(memory.ratio, 2),
+    )
 
 
 if __name__ == "__main__":
@@ -204,8 +256,18 @@ if __name__ == "__main__":
     model, stock = llama(*size), llama(*size)
     small, small_stock = llama(128, 2, 4, 2), llama(128, 2, 4, 2)
     shrink, steps, rounds = (8, 10, 1) if quick else (1, 25, 5)
-    bench_steps(args, model, stock, "decode step of 8, mixed lengths", [n // shrink for n in LENGTHS], steps, rounds)
-    bench_steps(args, model, stock, "decode step of 8, equal lengths", [1000 // shrink] * 8, steps, rounds)
+    bench_steps(
+        args,
+        model,
+        stock,
+        "decode step of 8, mixed lengths",
+        [n // shrink for n in LENGTHS],
+        steps,
+        rounds,
+    )
+    bench_steps(
+        args, model, stock, "decode step of 8, equal lengths", [1000 // shrink] * 8, steps, rounds
+    )
     bench_steps(args, model, stock, "decode step of 1", [2000 // shrink], 4 * steps, rounds)
     bench_together(args, model, stock, *((3, 300, 1) if quick else (5, 1500, 2)))
     bench_long_prefill(args, small, 2048 if quick else 8192, 256 if quick else 512)

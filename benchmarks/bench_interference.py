@@ -1,8 +1,10 @@
-"""The longest decode step of eight streams while hostile requests arrive, beside the median step and a quiet run.
+"""The longest decode step of eight streams while hostile requests arrive, beside the median step
+and a quiet run.
 
-The server is a process of its own; a step is the time between two tokens of a stream as its client sees it. Where the system
-can, one core is the server process's alone, and its workers and the clients share the others: what is longer then, the
-server's process did itself. The counters of the server prove that prompts and large bodies went to its workers.
+The server is a process of its own; a step is the time between two tokens of a stream as its client
+sees it. Where the system can, one core is the server process's alone, and its workers and the
+clients share the others: what is longer then, the server's process did itself. The counters of the
+server prove that prompts and large bodies went to its workers.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from bench_server import make_model
 from measure import options, report
 
 STREAMS = 8
-# A client without a pause takes the processor that others compute on; what one request holds up is seen with one.
+# A client without a pause takes the processor that others compute on; what one request holds up is
+# seen with one.
 PAUSE_SECONDS = 0.25
 USER = "user"
 
 
 def chat(text: str, **fields: Any) -> bytes:
-    return json.dumps({"messages": [{"role": USER, "content": text}], "max_tokens": 4, **fields}).encode()
+    return json.dumps(
+        {"messages": [{"role": USER, "content": text}], "max_tokens": 4, **fields}
+    ).encode()
 
 
 def cases(scale: int) -> dict[str, tuple[str, bytes]]:
@@ -37,8 +42,14 @@ def cases(scale: int) -> dict[str, tuple[str, bytes]]:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     return {
         "quiet": ("", b""),
-        "a template that loops": (completions, chat("x", chat_template_kwargs={"chat_template": loop})),
-        "a padded prompt": (completions, chat("x", chat_template_kwargs={"padding": "max_length", "max_length": 10**9})),
+        "a template that loops": (
+            completions,
+            chat("x", chat_template_kwargs={"chat_template": loop}),
+        ),
+        "a padded prompt": (
+            completions,
+            chat("x", chat_template_kwargs={"padding": "max_length", "max_length": 10**9}),
+        ),
         "a stop string of a megabyte": (completions, chat("x", stop="x" * megabyte)),
         "10,000 stop strings": (completions, chat("x", stop=[f"stop {i}" for i in range(10_000)])),
         "a message of five megabytes": (completions, chat("word " * megabyte)),
@@ -46,17 +57,24 @@ def cases(scale: int) -> dict[str, tuple[str, bytes]]:
         "64k tokens counted": (counting, chat("word " * 65_536)),
         "64k tokens, too long for the model": (completions, chat("word " * 65_536)),
         "a body of numbers": (completions, b'{"messages": [' + b"1," * (7 * megabyte) + b"1]}"),
-        "a body of empty lists": (completions, b'{"messages": [' + b"[]," * (5 * megabyte) + b"1]}"),
+        "a body of empty lists": (
+            completions,
+            b'{"messages": [' + b"[]," * (5 * megabyte) + b"1]}",
+        ),
         "an integer of a megabyte": (completions, b'{"max_tokens": ' + b"1" * megabyte + b"}"),
         "a nested body": (completions, b"[" * megabyte),
         "a date that is none": (completions, chat("date" + " " * (megabyte // 4) + "x")),
         "a system prompt of lines": (
             completions,
-            json.dumps({"messages": [{"role": "system", "content": "x\n" * megabyte}], "max_tokens": 4}).encode(),
+            json.dumps(
+                {"messages": [{"role": "system", "content": "x\n" * megabyte}], "max_tokens": 4}
+            ).encode(),
         ),
         "10,000 messages": (
             completions,
-            json.dumps({"messages": [{"role": USER, "content": "x"}] * 10_000, "max_tokens": 4}).encode(),
+            json.dumps(
+                {"messages": [{"role": USER, "content": "x"}] * 10_000, "max_tokens": 4}
+            ).encode(),
         ),
     }
 
@@ -71,7 +89,14 @@ class Stream(threading.Thread):
         self.watched = False
         self.started = threading.Event()
         self._port, self._tokens = port, tokens
-        self._body = chat(f"Stream {number} counts.", stream=True, max_tokens=tokens, stop=None, temperature=1.0, seed=number)
+        self._body = chat(
+            f"Stream {number} counts.",
+            stream=True,
+            max_tokens=tokens,
+            stop=None,
+            temperature=1.0,
+            seed=number,
+        )
 
     def run(self) -> None:
         body = {**json.loads(self._body), "max_tokens": self._tokens, "logit_bias": {}}
@@ -145,7 +170,14 @@ def main() -> None:
             pinned = server.pin()
             for name, (path, body) in cases(scale).items():
                 figures = run(server, path, body, tokens, attackers)
-                report(args, "interference", name, **figures, pinned=pinned, prompts=server.get("/v1/cache").get("prompts"))
+                report(
+                    args,
+                    "interference",
+                    name,
+                    **figures,
+                    pinned=pinned,
+                    prompts=server.get("/v1/cache").get("prompts"),
+                )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Decode steps on the kernel beside the paths that mlx's own operations take, mlx-lm's padded batch and the device's bandwidth.
+"""Decode steps on the kernel beside the paths that mlx's own operations take, mlx-lm's padded batch
+and the device's bandwidth.
 
-A llama type with the heads of Llama 3 8B, in one run and in turns. Attention alone is built before the clock starts, and what it
-appends is written then: its time is the device's. A whole step has the time of Python in it, and is encoded while the one before
-it runs, as an engine does. `share` is the part of the bandwidth that reads each key and value once in that time. A CPU has no
+A llama type with the heads of Llama 3 8B, in one run and in turns. Attention alone is built before
+the clock starts, and what it appends is written then: its time is the device's. A whole step has
+the time of Python in it, and is encoded while the one before it runs, as an engine does. `share` is
+the part of the bandwidth that reads each key and value once in that time. A CPU has no
 kernel: there the other paths are measured, in small sizes.
 """
 
@@ -23,10 +25,10 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.attach import bind, scaled_dot_product_attention, step_synchronously_if_copied
-from mlx_blockpool.kv.factory import make_prompt_cache, spec_of_loaded
-from mlx_blockpool.kv.kernel_trial import try_kernel
-from mlx_blockpool.kv.parts import batch_of, begin_rows, commit_rows
+from mlx_blockpool.kv.attach import scaled_dot_product_attention
+from mlx_blockpool.kv.build import describe
+from mlx_blockpool.kv.probe import probe
+from mlx_blockpool.kv.prompt_cache import batch_of, begin_rows, commit_rows, make_prompt_cache
 from mlx_blockpool.spec import WindowLayer, blocks_for
 
 MIXED = (500, 600, 1024, 1500, 2048, 300, 4000, 800)
@@ -35,7 +37,10 @@ GROUP_SIZE = 64
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model, and of a run. `divisor`: of all contexts; `array_bytes`: of the array that the bandwidth is measured with."""
+    """Of the model, and of a run.
+
+    `divisor`: of all contexts; `array_bytes`: of the array that the bandwidth is measured with.
+    """
 
     hidden: int
     layers: int
@@ -55,10 +60,11 @@ QUICK = Size(256, 2, 8, 4, 64, 16, 2, 1, 1 << 24)
 
 @dataclass(frozen=True)
 class Case:
-    """Members with `own` tokens behind a prefix that they share, whose next `rows` tokens are computed together.
+    """Members with `own` tokens behind a prefix that they share, whose next `rows` tokens are
+    computed together.
 
-    bits: of the pool's keys and values. window: that all layers but the last one have. needed: the ratios that are asked for of
-    attention alone.
+    bits: of the pool's keys and values. window: that all layers but the last one have. needed: the
+    ratios that are asked for of attention alone.
     """
 
     name: str
@@ -97,17 +103,19 @@ class System:
     def _pool(self) -> KVArena:
         case = self.case
         bits = None if case.bits is None else KVBits(case.bits, case.bits, GROUP_SIZE)
-        spec = spec_of_loaded(self.model).with_bits(bits)
+        spec = describe(self.model).with_bits(bits)
         blocks = blocks_for(case.prefix) + sum(blocks_for(tokens) + 2 for tokens in case.own)
         arena = KVArena(spec, 2 * blocks * sum(map(spec.bytes_per_block, spec.groups)))
-        arena.ragged = bind(self.model) > 0
-        step_synchronously_if_copied(self.model, arena)
-        try_kernel(self.model, arena)
+        arena.capabilities = probe(self.model, arena)
         return arena
 
     def _batch(self) -> list[Any]:
         mx.random.seed(1)
-        caches = stock_prompt_cache(self.model) if self.arena is None else make_prompt_cache(self.model, self.arena)
+        caches = (
+            stock_prompt_cache(self.model)
+            if self.arena is None
+            else make_prompt_cache(self.model, self.arena)
+        )
         first = self._filled(caches, self.case.prefix)
         members = [self._filled(copy.deepcopy(first), tokens) for tokens in self.case.own]
         if self.arena is not None:
@@ -117,12 +125,19 @@ class System:
     def _filled(self, caches: list[Any], tokens: int) -> list[Any]:
         """Caches with random keys and values behind what they hold."""
         for cache in caches if tokens else []:
-            cache.update_and_fetch(*mx.random.normal((2, 1, self.size.kv_heads, tokens, self.size.dim)).astype(mx.bfloat16))
+            cache.update_and_fetch(
+                *mx.random.normal((2, 1, self.size.kv_heads, tokens, self.size.dim)).astype(
+                    mx.bfloat16
+                )
+            )
             mx.eval(cache.state)
         return caches
 
     def attention(self) -> mx.array:
-        """Attention in every layer, each of which waits for the one before it. It is not evaluated; what is appended is."""
+        """Attention in every layer, each of which waits for the one before it.
+
+        It is not evaluated; what is appended is.
+        """
         batch, length = self.rows
         x = mx.ones((batch, self.size.heads, length, self.size.dim), mx.bfloat16)
         new = x[:, : self.size.kv_heads]
@@ -134,7 +149,9 @@ class System:
         views = [cache.update_and_fetch(new, new) for cache in self.batch]
         mx.eval(x, masks, views, [cache.state for cache in self.batch])
         for cache, window, (keys, values) in zip(self.batch, windows, views, strict=True):
-            x = x + scaled_dot_product_attention(x, keys, values, cache, self.size.dim**-0.5, masks[window])
+            x = x + scaled_dot_product_attention(
+                x, keys, values, cache, self.size.dim**-0.5, masks[window]
+            )
         return x
 
     def step(self) -> mx.array:
@@ -155,7 +172,10 @@ class System:
             begin_rows(self.batch, [self.case.rows] * len(self.case.own))
 
     def take_back(self, steps: int) -> None:
-        """Remove the rows of so many steps. Full windows keep theirs: they stay as long as they are."""
+        """Remove the rows of so many steps.
+
+        Full windows keep theirs: they stay as long as they are.
+        """
         if self.by_rows:
             commit_rows(self.batch, [0] * len(self.case.own))
             return
@@ -164,7 +184,10 @@ class System:
                 cache.trim(steps * self.case.rows)
 
     def attention_seconds(self) -> float:
-        """Seconds of one layer's attention. What is built before the clock starts is not in them."""
+        """Seconds of one layer's attention.
+
+        What is built before the clock starts is not in them.
+        """
         taken = 0.0
         for _ in range(self.size.steps):
             self.begin()
@@ -173,7 +196,10 @@ class System:
         return taken / self.size.steps / self.size.layers
 
     def step_seconds(self) -> float:
-        """Seconds of a whole step. Steps overlap, but for those of several rows: which are kept is read first."""
+        """Seconds of a whole step.
+
+        Steps overlap, but for those of several rows: which are kept is read first.
+        """
         start, waiting = time.perf_counter(), None
         for _ in range(self.size.steps):
             self.begin()
@@ -203,7 +229,9 @@ class System:
 
 
 class Bandwidth:
-    """The bytes that this device reads and writes in a second, by a sum and by a copy of a large array."""
+    """The bytes that this device reads and writes in a second, by a sum and by a copy of a large
+    array.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.array = mx.zeros((nbytes // 4,), mx.float32)
@@ -240,40 +268,64 @@ def model_of(case: Case, size: Size) -> Any:
     if case.window is not None:
         types = ["sliding_attention"] * (size.layers - 1) + ["full_attention"]
         windows = {"sliding_window": max(8, case.window // size.divisor), "layer_types": types}
-    return llama(size.hidden, size.layers, size.heads, size.kv_heads, mx.bfloat16, head_dim=size.dim, **windows)
+    return llama(
+        size.hidden,
+        size.layers,
+        size.heads,
+        size.kv_heads,
+        mx.bfloat16,
+        head_dim=size.dim,
+        **windows,
+    )
 
 
 def scaled(case: Case, divisor: int) -> Case:
     """The case with its contexts divided."""
-    return replace(case, own=tuple(tokens // divisor for tokens in case.own), prefix=case.prefix // divisor)
+    return replace(
+        case, own=tuple(tokens // divisor for tokens in case.own), prefix=case.prefix // divisor
+    )
 
 
 def bytes_read(system: System) -> float:
-    """Keys and values of the average layer: those of a prefix once, and of a window no more than it holds."""
+    """Keys and values of the average layer: those of a prefix once, and of a window no more than
+    it holds.
+    """
     assert system.arena is not None
     spec, case = system.arena.spec, system.case
     total = 0
     for layer in spec.leaves:
         window = layer.max_size if isinstance(layer, WindowLayer) else None
-        tokens = sum(case.own) + case.prefix if window is None else sum(min(case.prefix + own, window) for own in case.own)
+        tokens = (
+            sum(case.own) + case.prefix
+            if window is None
+            else sum(min(case.prefix + own, window) for own in case.own)
+        )
         total += tokens * spec.bytes_per_token_per_layer(layer)
     return total / len(spec.leaves)
 
 
 def check(ours: System, stock: System, paths: list[str]) -> None:
-    """Fails if a step gives other logits than mlx-lm's, on any path. Full windows keep the token of each step in both."""
+    """Fails if a step gives other logits than mlx-lm's, on any path.
+
+    Full windows keep the token of each step in both.
+    """
     for path in paths:
         ours.arena.decode.path = path
         needed = stock.logits()
-        assert mx.abs(ours.logits() - needed).max() < 5e-2 * mx.abs(needed).max(), f"{path}: other logits than mlx-lm's"
+        assert mx.abs(ours.logits() - needed).max() < 5e-2 * mx.abs(needed).max(), (
+            f"{path}: other logits than mlx-lm's"
+        )
 
 
 def bench(args: Any, case: Case, size: Size) -> str | None:
-    """Report attention and whole steps of one case. Returns why the kernel is not among the paths, in words, or None."""
+    """Report attention and whole steps of one case.
+
+    Returns why the kernel is not among the paths, in words, or None.
+    """
     ours = System(True, scaled(case, size.divisor), size)
     # mlx-lm has no batch of quantised caches.
     stock = System(False, ours.case, size) if case.bits is None else None
-    why = "; ".join(sorted(set(ours.arena.decode.no_kernel.values()))) or None
+    why = "; ".join(sorted(set(ours.arena.capabilities.no_kernel.values()))) or None
     paths = ["kernel"] * (why is None) + ["ragged"] + ["shared"] * bool(case.prefix)
     if stock is not None:
         check(ours, stock, paths)
@@ -286,13 +338,19 @@ def bench(args: Any, case: Case, size: Size) -> str | None:
         interleave({**runs, **beside}, 1)
         taken = interleave({**runs, **beside}, size.rounds)
         figures = {f"{name}_ms": round(taken[name] * 1e3, 4) for name in runs}
-        figures |= {f"ratio_{name}": round(taken[name] / taken[paths[0]], 3) for name in runs if name != paths[0]}
+        figures |= {
+            f"ratio_{name}": round(taken[name] / taken[paths[0]], 3)
+            for name in runs
+            if name != paths[0]
+        }
         if work == "attention":
             speed, read = bandwidth.of(taken), bytes_read(ours)
             figures |= {f"{name}_share": round(read / taken[name] / speed, 3) for name in runs}
             figures |= {"bandwidth_gb_s": round(speed / 1e9, 1), "read_mb": round(read / 1e6, 2)}
             figures |= {"needed": dict(case.needed)} if case.needed and why is None else {}
-        name = f"{work}, {case.name}" + ("" if size.divisor == 1 else f", divided by {size.divisor}")
+        name = f"{work}, {case.name}" + (
+            "" if size.divisor == 1 else f", divided by {size.divisor}"
+        )
         name += "" if why is None else ", without the kernel"
         report(args, "kernel", name, layers=size.layers, rounds=size.rounds, **figures)
     return why

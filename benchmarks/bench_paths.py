@@ -1,8 +1,10 @@
-"""The decode path that is chosen by measured costs against the best of all paths, over 30 kinds of batches.
+"""The decode path that is chosen by measured costs against the best of all paths, over 30 kinds of
+batches.
 
-Whole steps of a llama type with hidden size 512 and 4 layers. The costs are measured once for each form of keys and values, as at
-load. Paths take turns and are compared round by round: a busy machine is slower for some milliseconds, for all of them. On a CPU
-the times are processor times; wall times are beside them.
+Whole steps of a llama type with hidden size 512 and 4 layers. The costs are measured once for each
+form of keys and values, as at load. Paths take turns and are compared round by round: a busy
+machine is slower for some milliseconds, for all of them. On a CPU the times are processor times;
+wall times are beside them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import copy
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,15 +21,18 @@ from measure import llama, options, report
 
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.attach import bind, step_synchronously_if_copied
+from mlx_blockpool.kv.build import describe
 from mlx_blockpool.kv.decode_policy import device
-from mlx_blockpool.kv.factory import make_prompt_cache, spec_of_loaded
-from mlx_blockpool.kv.kernel_trial import try_kernel
-from mlx_blockpool.kv.parts import batch_of
 from mlx_blockpool.kv.path_measuring import clock, measure_paths
+from mlx_blockpool.kv.probe import probe
+from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache
 from mlx_blockpool.spec import blocks_for
 
-FORMS = {"float32": (mx.float32, None), "bfloat16": (mx.bfloat16, None), "8 bits": (mx.float32, KVBits())}
+FORMS = {
+    "float32": (mx.float32, None),
+    "bfloat16": (mx.bfloat16, None),
+    "8 bits": (mx.float32, KVBits()),
+}
 OWN = {"short": [40] * 8, "long": [2000] * 8, "mixed": [60, 2000, 300, 1200, 100, 3000, 700, 150]}
 PREFIXES, BATCHES = (0, 512, 4096), (2, 4, 8)
 # A path that takes this many times as long as ragged is read once.
@@ -53,7 +58,9 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Each batch, kind of contexts and prefix with one of the forms, and for each form a batch of which half shares."""
+    """Each batch, kind of contexts and prefix with one of the forms, and for each form a batch
+    of which half shares.
+    """
     found = []
     for f, form in enumerate(FORMS):
         for p, prefix in enumerate(PREFIXES):
@@ -80,12 +87,18 @@ class Batch:
     def _appended(self, caches: list[Any], count: int) -> list[Any]:
         layer = self.arena.spec.groups[0].layer
         for cache in caches if count else []:
-            cache.write(*mx.random.normal((2, 1, layer.kv_heads, count, layer.key_dim)).astype(self.arena.dtype))
+            cache.write(
+                *mx.random.normal((2, 1, layer.kv_heads, count, layer.key_dim)).astype(
+                    self.arena.dtype
+                )
+            )
         mx.eval(self.arena.arrays())
         return caches
 
     def seconds(self, path: str) -> tuple[float, float]:
-        """Of one step on a path, by the clock of measuring and on the wall; the tokens that it appends are taken back."""
+        """Of one step on a path, by the clock of measuring and on the wall; the tokens that it
+        appends are taken back.
+        """
         self.arena.decode.path = path
         start, wall, waiting = clock(), time.perf_counter(), None
         for _ in range(STEPS):
@@ -108,15 +121,21 @@ class Batch:
 
 
 def bench(args: Any, case: Case, model: Any, measured: KVArena, rounds: int, scale: int) -> float:
-    """Report one case, decided by what was measured in another pool. Returns the share of the best path's speed that the chosen
-    one has."""
-    spec = spec_of_loaded(model).with_bits(FORMS[case.form][1])
+    """Report one case, decided by what was measured in another pool. Returns the share of the best
+    path's speed that the chosen one has.
+    """
+    spec = describe(model).with_bits(FORMS[case.form][1])
     tokens = case.prefix + 256 * 2 * case.batch + sum(OWN[case.contexts][: case.batch])
     arena = KVArena(spec, 2 * blocks_for(tokens) * spec.bytes_per_block(spec.groups[0]))
-    arena.ragged, arena.decode = True, replace(measured.decode, path_counts=Counter())
+    arena.capabilities, arena.decode = (
+        measured.capabilities,
+        replace(measured.decode, path_counts=Counter()),
+    )
     batch = Batch(model, arena, case, scale)
     chosen = batch.path()
-    paths = ["ragged", "padded"] + ["shared"] * bool(case.prefix) + ["kernel"] * bool(arena.decode.trusted)
+    paths = (
+        ["ragged"] + ["shared"] * bool(case.prefix) + ["kernel"] * bool(arena.capabilities.kernels)
+    )
     readings = {path: [batch.seconds(path)] for path in paths}
     paths = [path for path in paths if readings[path][0][0] < HOPELESS * readings["ragged"][0][0]]
     for _ in range(rounds):
@@ -129,11 +148,22 @@ def bench(args: Any, case: Case, model: Any, measured: KVArena, rounds: int, sca
         relative[path] = statistics.median(own[0] / ragged[0] for own, ragged in pairs)
     share = min(relative.values()) / relative[chosen]
     report(
-        args, "paths", case.name, chosen=chosen, share=round(share, 3), rounds=rounds,
-        **{f"{path}_ms": round(1e3 * statistics.median(own for own, _ in found), 2) for path, found in readings.items()},
-        **{f"{path}_wall_ms": round(1e3 * statistics.median(wall for _, wall in found), 2) for path, found in readings.items()},
+        args,
+        "paths",
+        case.name,
+        chosen=chosen,
+        share=round(share, 3),
+        rounds=rounds,
+        **{
+            f"{path}_ms": round(1e3 * statistics.median(own for own, _ in found), 2)
+            for path, found in readings.items()
+        },
+        **{
+            f"{path}_wall_ms": round(1e3 * statistics.median(wall for _, wall in found), 2)
+            for path, found in readings.items()
+        },
         **{f"{path}_relative": round(figure, 3) for path, figure in relative.items()},
-    )  # fmt: skip
+    )
     return share
 
 
@@ -143,24 +173,28 @@ def main() -> None:
     shares = []
     for form, (dtype, bits) in FORMS.items():
         model = llama(*size, dtype)
-        bind(model)
-        arena = KVArena(spec_of_loaded(model).with_bits(bits), 50_000_000)
-        arena.ragged = True
-        step_synchronously_if_copied(model, arena)
-        try_kernel(model, arena)
+        arena = KVArena(describe(model).with_bits(bits), 50_000_000)
+        arena.capabilities = probe(model, arena)
         start = clock()
         arena.decode.costs = measure_paths(model, arena)
         report(
             args, "paths", f"measuring, {form}", seconds=round(clock() - start, 2),
-            costs={str(group): costs.to_json() for group, costs in arena.decode.costs.items()},
-            kernel=arena.decode.no_kernel.get(0, "trusted"),
+            costs={str(group): asdict(costs) for group, costs in arena.decode.costs.items()},
+            kernel=arena.capabilities.no_kernel.get(0, "trusted"),
         )  # fmt: skip
         own = [case for case in cases() if case.form == form]
-        shares += [bench(args, case, model, arena, rounds, scale) for case in (own[:3] if args.quick else own)]
+        shares += [
+            bench(args, case, model, arena, rounds, scale)
+            for case in (own[:3] if args.quick else own)
+        ]
     report(
-        args, "paths", f"{len(shares)} kinds of batches", worst_share=round(min(shares), 3),
-        median_share=round(statistics.median(shares), 3), right=sum(share >= 0.97 for share in shares),
-    )  # fmt: skip
+        args,
+        "paths",
+        f"{len(shares)} kinds of batches",
+        worst_share=round(min(shares), 3),
+        median_share=round(statistics.median(shares), 3),
+        right=sum(share >= 0.97 for share in shares),
+    )
 
 
 if __name__ == "__main__":

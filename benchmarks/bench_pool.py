@@ -1,4 +1,5 @@
-"""Allocating and freeing blocks for all layer groups. There is no stock system to compare with: mlx-lm has no pool.
+"""Allocating and freeing blocks for all layer groups. There is no stock system to compare with:
+mlx-lm has no pool.
 
 The figure to hold is the seed's: the blocks of 8k tokens in under 1 ms.
 """
@@ -17,7 +18,9 @@ from mlx_blockpool.spec import ModelCacheSpec, blocks_for
 
 GEMMA = {
     "model_type": "gemma3_text",
+    "hidden_size": 3840,
     "num_hidden_layers": 48,
+    "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 256,
     "sliding_window": 1024,
@@ -29,6 +32,9 @@ LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
 }
 
 
@@ -54,10 +60,15 @@ def bench(args: Any, name: str, spec: ModelCacheSpec, rounds: int) -> None:
     allocate, release = (statistics.median(column) for column in zip(*readings, strict=True))
     blocks = sum(spec.blocks(8192, group.layer) for group in spec.groups)
     report(
-        args, "pool", f"{name}: blocks of 8k tokens, all groups",
-        allocate_us=round(allocate * 1e6, 1), free_us=round(release * 1e6, 1), blocks=blocks,
-        ns_per_block=round((allocate + release) / blocks * 1e9), worst_allocate_us=round(max(a for a, _ in readings) * 1e6, 1),
-    )  # fmt: skip
+        args,
+        "pool",
+        f"{name}: blocks of 8k tokens, all groups",
+        allocate_us=round(allocate * 1e6, 1),
+        free_us=round(release * 1e6, 1),
+        blocks=blocks,
+        ns_per_block=round((allocate + release) / blocks * 1e9),
+        worst_allocate_us=round(max(a for a, _ in readings) * 1e6, 1),
+    )
     pool.check()
 
 

@@ -1,8 +1,11 @@
-"""Keys and values in 8 bits against mlx-lm's quantised caches and against the same pool unquantised, in one run.
+"""Keys and values in 8 bits against mlx-lm's quantised caches and against the same pool
+unquantised, in one run.
 
-Decode of one sequence, steps of a batch of mixed lengths, and prefill with its peak of memory. mlx-lm does not batch quantised
-caches: its sequences run one after another. `_cpu` is processor time, to which a second core counts and which other processes
-hardly change. The counter of paths proves what ran, and the addresses of the slabs that none was copied.
+Decode of one sequence, steps of a batch of mixed lengths, and prefill with its peak of memory.
+mlx-lm does not batch quantised
+caches: its sequences run one after another. `_cpu` is processor time, to which a second core counts
+and which other processes hardly change. The counter of paths proves what ran, and the addresses of
+the slabs that none was copied.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
-from mlx_blockpool.kv.factory import make_prompt_cache, spec_of_loaded
-from mlx_blockpool.kv.parts import batch_of
+from mlx_blockpool.kv.build import describe
+from mlx_blockpool.kv.capabilities import Capabilities
+from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache
 from mlx_blockpool.spec import blocks_for
 
 KINDS = ("ours", "plain", "stock")
@@ -34,7 +38,8 @@ Size = tuple[int, int, int, int]
 
 
 class System:
-    """One model and its caches: `ours` in 8 bits, `plain` in a pool as the model computes them, `stock` in mlx-lm's 8 bits.
+    """One model and its caches: `ours` in 8 bits, `plain` in a pool as the model computes them,
+    `stock` in mlx-lm's 8 bits.
 
     `room`: tokens that are decoded or prefilled after the contexts.
     """
@@ -42,15 +47,19 @@ class System:
     def __init__(self, kind: str, dtype: str, size: Size, contexts: list[int], room: int) -> None:
         self.dtype, self.layers, self.kv_heads = getattr(mx, dtype), size[1], size[3]
         self.model = llama(*size, self.dtype, head_dim=DIM)
-        self.arena = None if kind == "stock" else self._pool(kind == "ours", [c + room for c in contexts or [0]])
+        self.arena = (
+            None
+            if kind == "stock"
+            else self._pool(kind == "ours", [c + room for c in contexts or [0]])
+        )
         self.sequences = [self.filled(context) for context in contexts]
         self.batch = batch_of(self.sequences) if self.arena and len(contexts) > 1 else []
 
     def _pool(self, quantised: bool, tokens: list[int]) -> KVArena:
-        spec = spec_of_loaded(self.model).with_bits(KVBits(BITS, BITS, DIM) if quantised else None)
+        spec = describe(self.model).with_bits(KVBits(BITS, BITS, DIM) if quantised else None)
         pool_bytes = 2 * sum(map(blocks_for, tokens)) * spec.bytes_per_block(spec.groups[0])
         arena = KVArena(spec, pool_bytes, PoolConfig(preallocate=True))
-        arena.ragged = bind(self.model) > 0
+        arena.capabilities = Capabilities("ragged" if bind(self.model) else None)
         return arena
 
     def caches(self) -> list[Any]:
@@ -62,13 +71,17 @@ class System:
         """Caches that hold `context` random tokens, without the prefill."""
         caches = self.caches()
         for cache in caches:
-            cache.update_and_fetch(*mx.random.normal((2, 1, self.kv_heads, context, DIM)).astype(self.dtype))
+            cache.update_and_fetch(
+                *mx.random.normal((2, 1, self.kv_heads, context, DIM)).astype(self.dtype)
+            )
         mx.eval([c.state for c in caches])
         return caches
 
     def decode(self, steps: int) -> None:
         """Tokens of the first sequence in mlx-lm's own loop."""
-        for _ in generate_step(mx.array([7]), self.model, max_tokens=steps, prompt_cache=self.sequences[0]):
+        for _ in generate_step(
+            mx.array([7]), self.model, max_tokens=steps, prompt_cache=self.sequences[0]
+        ):
             pass
 
     def step(self, steps: int) -> None:
@@ -98,7 +111,9 @@ def addresses(arena: KVArena) -> list[int]:
 
 
 def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
-    """For each of several runs, taken in turns: the median seconds of the processor and on the clock, and its peak in bytes."""
+    """For each of several runs, taken in turns: the median seconds of the processor and on the
+    clock, and its peak in bytes.
+    """
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
@@ -108,22 +123,34 @@ def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, dict
             runs[name]()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             found[name].append((cpu, wall, mx.get_peak_memory() - before))
-    medians = {name: map(statistics.median, zip(*readings, strict=True)) for name, readings in found.items()}
-    return {name: dict(zip(("cpu", "wall", "peak"), figures, strict=True)) for name, figures in medians.items()}
+    medians = {
+        name: map(statistics.median, zip(*readings, strict=True))
+        for name, readings in found.items()
+    }
+    return {
+        name: dict(zip(("cpu", "wall", "peak"), figures, strict=True))
+        for name, figures in medians.items()
+    }
 
 
 def speeds(taken: dict[str, dict[str, float]], per: int = 1) -> dict[str, float]:
-    """Milliseconds of each system, and how often as fast as each other one ours is: on the clock, and in processor time."""
+    """Milliseconds of each system, and how often as fast as each other one ours is: on the
+    clock, and in processor time.
+    """
     found: dict[str, float] = {}
     for clock, suffix in (("wall", ""), ("cpu", "_cpu")):
         found |= {f"{name}{suffix}_ms": round(t[clock] / per * 1e3, 2) for name, t in taken.items()}
-        others = {name: t[clock] / taken["ours"][clock] for name, t in taken.items() if name != "ours"}
+        others = {
+            name: t[clock] / taken["ours"][clock] for name, t in taken.items() if name != "ours"
+        }
         found |= {f"ratio_{name}{suffix}": round(ratio, 3) for name, ratio in others.items()}
     return found
 
 
 def bench_decode(args: Any, dtype: str, contexts: list[int], steps: int, rounds: int) -> None:
-    systems = {kind: System(kind, dtype, (256, 4, 8, 4), contexts, (rounds + 1) * steps) for kind in KINDS}
+    systems = {
+        kind: System(kind, dtype, (256, 4, 8, 4), contexts, (rounds + 1) * steps) for kind in KINDS
+    }
     arena = systems["ours"].arena
     assert arena is not None
     before, alone = addresses(arena), len(contexts) == 1
@@ -133,12 +160,22 @@ def bench_decode(args: Any, dtype: str, contexts: list[int], steps: int, rounds:
     taken = in_turns(runs, rounds)
     assert addresses(arena) == before, "a slab was copied during decode"
     needed = {} if alone else {"ragged": rounds * steps * systems["ours"].layers}
-    assert arena.decode.path_counts == needed, f"{arena.decode.path_counts} != {needed}: another path ran"
+    assert arena.decode.path_counts == needed, (
+        f"{arena.decode.path_counts} != {needed}: another path ran"
+    )
     case = f"decode at {contexts[0]}" if alone else f"a batch of {len(contexts)} of mixed lengths"
     report(
-        args, "quantised", f"{case}, {dtype}", bits=BITS, **speeds(taken, steps), counts=needed,
-        **{f"{kind}_held_mb": round(sum(c.nbytes for own in s.sequences for c in own) / 1e6, 2) for kind, s in systems.items()},
-    )  # fmt: skip
+        args,
+        "quantised",
+        f"{case}, {dtype}",
+        bits=BITS,
+        **speeds(taken, steps),
+        counts=needed,
+        **{
+            f"{kind}_held_mb": round(sum(c.nbytes for own in s.sequences for c in own) / 1e6, 2)
+            for kind, s in systems.items()
+        },
+    )
 
 
 def bench_prefill(args: Any, dtype: str, context: int, rounds: int) -> None:
@@ -148,7 +185,15 @@ def bench_prefill(args: Any, dtype: str, context: int, rounds: int) -> None:
     mx.eval(prompt)
     taken = in_turns({kind: partial(s.prefill, prompt) for kind, s in systems.items()}, rounds)
     peaks = {f"{kind}_peak_mb": round(t["peak"] / 1e6, 1) for kind, t in taken.items()}
-    report(args, "quantised", f"prefill of {context}, {dtype}", bits=BITS, chunk=CHUNK, **speeds(taken), **peaks)
+    report(
+        args,
+        "quantised",
+        f"prefill of {context}, {dtype}",
+        bits=BITS,
+        chunk=CHUNK,
+        **speeds(taken),
+        **peaks,
+    )
 
 
 if __name__ == "__main__":

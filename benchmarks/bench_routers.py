@@ -1,9 +1,10 @@
 """A simulation: recorded coding sessions on several servers behind a router, without a model.
 
-Every machine is a server of its own, with the same pool. Requests go to the machines in turns, by their session, or by their
-prefix: that router knows only the block events that the servers publish. A request follows the one that its prompt continues as
-in the recording, but not before that one's reply has ended. The prefix cache of each machine is the package's own; times are
-counted from PREFILL and DECODE.
+Every machine is a server of its own, with the same pool. Requests go to the machines in turns, by
+their session, or by their
+prefix: that router knows only the block events that the servers publish. A request follows the one
+that its prompt continues as in the recording, but not before that one's reply has ended. The prefix
+cache of each machine is the package's own; times are counted from PREFILL and DECODE.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from sessions import Blocks, Recorded, Row, recorded, rows
 from mlx_blockpool.engine import sequence
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.request import Request
-from mlx_blockpool.hashing import EDGE_BYTES, encode
 from mlx_blockpool.prefix.changes import BlocksRemoved, BlocksStored, Change
-from mlx_blockpool.server.live import kv_events
+from mlx_blockpool.server.watch import kv_events
 from mlx_blockpool.spec import BLOCK_TOKENS, blocks_for
+from mlx_blockpool.store.hashing import EDGE_BYTES, encode
 
 SPEC = SPECS["full"]
 MACHINES = (1, 2, 4, 8)
-# The pool of one machine, in % of the peak working set of all sessions: the longest prompt just fits.
+# The pool of one machine, in % of the peak working set of all sessions: the longest prompt just
+# fits.
 BUDGET = 33
 # Tokens in a second: of prompts, one after the other, and of each reply.
 PREFILL, DECODE = 1000, 50
@@ -50,7 +52,9 @@ class Machine:
     def serve(self, request: Recorded, now: float) -> float:
         """Run one request. Returns the seconds to its first token."""
         prompt = request.prompt.tolist()
-        running = sequence.Sequence(0, Request(prompt, len(request.output), breakpoints=breakpoints_of(request)), 0.0)
+        running = sequence.Sequence(
+            0, Request(prompt, len(request.output), breakpoints=breakpoints_of(request)), 0.0
+        )
         opened = self.caches.open(running, ())
         running.caches, running.computed = opened.caches, opened.cached
         self.cached += opened.cached
@@ -81,22 +85,28 @@ class BySession(InTurns):
 
 
 class ByPrefix(InTurns):
-    """Where the first token comes first: after the prompts that wait there, and what of this one is not cached there."""
+    """Where the first token comes first: after the prompts that wait there, and what of this one
+    is not cached there.
+    """
 
     def __init__(self, machines: Sequence[Machine]) -> None:
         super().__init__(machines)
-        # The hash of a block by the one before it and its tokens; the machines that have a block, by its hash.
+        # The hash of a block by the one before it and its tokens; the machines that have a block,
+        # by its hash.
         self._hashes: dict[tuple[int | None, bytes], int] = {}
         self._holders: dict[int, set[int]] = defaultdict(set)
         self._changes: list[deque[Change]] = [deque() for _ in machines]
         for machine, changes in zip(machines, self._changes, strict=True):
             machine.caches.prefix.index.changes = changes
-        self._published = [kv_events.Blocks("kv") for _ in machines]
+        self._published = [kv_events.PublishedBlocks("kv") for _ in machines]
 
     def choose(self, request: Recorded, now: float) -> int:
         self._receive()
         cached = self.cached(encode(request.prompt.tolist()))
-        waits = [max(0.0, machine.free_at - now) * PREFILL - had for machine, had in zip(self._machines, cached, strict=True)]
+        waits = [
+            max(0.0, machine.free_at - now) * PREFILL - had
+            for machine, had in zip(self._machines, cached, strict=True)
+        ]
         return min(range(len(waits)), key=lambda at: (waits[at], self._machines[at].computed))
 
     def _receive(self) -> None:
@@ -105,10 +115,10 @@ class ByPrefix(InTurns):
             while changes:
                 change = changes.popleft()
                 if isinstance(change, BlocksStored):
-                    for event in blocks.stored(change):
+                    for event in blocks.fields_of(change):
                         self._store(at, event)
                 elif isinstance(change, BlocksRemoved):
-                    for event in blocks.removed(change):
+                    for event in blocks.fields_of(change):
                         for block in event["block_hashes"]:
                             self._holders[block].discard(at)
 
@@ -139,10 +149,14 @@ ROUTERS = {"in turns": InTurns, "by session": BySession, "by prefix": ByPrefix}
 def machines_of(number: int, pool_bytes: int) -> Iterator[list[Machine]]:
     """So many servers, each with a pool of so many bytes."""
     with ExitStack() as stack:
-        yield [Machine(stack.enter_context(caches_of(SPEC, pool_bytes, None))) for _ in range(number)]
+        yield [
+            Machine(stack.enter_context(caches_of(SPEC, pool_bytes, None))) for _ in range(number)
+        ]
 
 
-def simulate(chosen: list[Row], requests: list[Recorded], machines: list[Machine], router: InTurns) -> list[float]:
+def simulate(
+    chosen: list[Row], requests: list[Recorded], machines: list[Machine], router: InTurns
+) -> list[float]:
     """Send every request. Returns the seconds to each first token."""
     places = {row.key: place for place, row in enumerate(chosen)}
     children, first_tokens = defaultdict(list), []
@@ -175,7 +189,14 @@ def bench(args: Any, number: int, name: str, chosen: list[Row], requests: list[R
         "ttft_mean_s": round(statistics.mean(first_tokens), 1),
         "ttft_p95_s": round(statistics.quantiles(first_tokens, n=20)[-1], 1),
     }
-    report(args, "routers", f"{number} machines, {name}", **figures, requests=len(requests), blocks=room)
+    report(
+        args,
+        "routers",
+        f"{number} machines, {name}",
+        **figures,
+        requests=len(requests),
+        blocks=room,
+    )
 
 
 if __name__ == "__main__":

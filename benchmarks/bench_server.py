@@ -1,6 +1,8 @@
-"""Five agents on one system prompt over HTTP, against mlx_lm.server: both as real processes, taking turns.
+"""Five agents on one system prompt over HTTP, against mlx_lm.server: both as real processes, taking
+turns.
 
-Prints time to first token, wall time, tokens reported as cached, and resident memory; the replies of both must be equal.
+Prints time to first token, wall time, tokens reported as cached, and resident memory; the replies
+of both must be equal.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from mlx_blockpool.demo import model_path
 
 MARKS = ("system prompt", "agents share it", "each asks in turn", "none of them waits for long")
 COMMANDS = {
-    "ours": [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--pool-bytes", "1GB", "--no-store"],
+    "ours": [
+        sys.executable,
+        "-m",
+        "mlx_blockpool.cli",
+        "serve",
+        "--pool-bytes",
+        "1GB",
+        "--no-store",
+    ],
     "stock": [sys.executable, "-m", "mlx_lm", "server"],
 }
 
@@ -37,7 +47,12 @@ def make_model(folder: Path) -> None:
     config = json.loads((Path(model_path()) / "config.json").read_text())
     model = llama(256, 4, 4, 2, vocab=config["vocab_size"])
     shutil.copytree(model_path(), folder, dirs_exist_ok=True)
-    changes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    changes = {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     changes |= {"intermediate_size": 768, "head_dim": 64, "max_position_embeddings": 65536}
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     weights = {k: v * 3 if v.ndim > 1 else v for k, v in tree_flatten(model.parameters())}
@@ -52,7 +67,9 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         arguments = ["--model", str(model), "--port", str(self.port), "--log-level", "ERROR"]
-        self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         while not self._healthy():
             time.sleep(0.1)
 
@@ -67,10 +84,19 @@ class Server:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
             return json.loads(response.read())
 
-    def chat(self, messages: list[dict[str, str]], max_tokens: int, timeout: float = 600.0) -> tuple[str, float, dict[str, Any]]:
+    def chat(
+        self, messages: list[dict[str, str]], max_tokens: int, timeout: float = 600.0
+    ) -> tuple[str, float, dict[str, Any]]:
         """Reply, seconds to its first token, usage."""
-        body = {"messages": messages, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode())
+        body = {
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode()
+        )
         start, first, text, usage = time.perf_counter(), 0.0, "", {}
         with urllib.request.urlopen(request, timeout=timeout) as response:
             for line in response:
@@ -101,7 +127,12 @@ def converse(server: Server, agent: int, system: str, turns: int) -> list[tuple[
     messages = [{"role": "system", "content": system}]
     results = []
     for turn in range(turns):
-        messages.append({"role": "user", "content": f"Agent {agent}, turn {turn}: " + f"{MARKS[turn % 4]} " * (4 + agent)})
+        messages.append(
+            {
+                "role": "user",
+                "content": f"Agent {agent}, turn {turn}: " + f"{MARKS[turn % 4]} " * (4 + agent),
+            }
+        )
         reply, first, usage = server.chat(list(messages), 24)
         messages.append({"role": "assistant", "content": reply})
         results.append((reply, first, usage["prompt_tokens_details"]["cached_tokens"]))
@@ -114,7 +145,9 @@ def run(name: str, model: Path, agents: int, turns: int, system: str) -> dict[st
         server.chat([{"role": "user", "content": "warm up"}], 2)
         start = time.perf_counter()
         with ThreadPoolExecutor(agents) as pool:
-            conversations = list(pool.map(lambda agent: converse(server, agent, system, turns), range(agents)))
+            conversations = list(
+                pool.map(lambda agent: converse(server, agent, system, turns), range(agents))
+            )
         wall = time.perf_counter() - start
         first = sorted(seconds for turn in conversations for _, seconds, _ in turn)
         later = sorted(seconds for turn in conversations for _, seconds, _ in turn[1:])
@@ -134,7 +167,10 @@ def run(name: str, model: Path, agents: int, turns: int, system: str) -> dict[st
 if __name__ == "__main__":
     args = options(__doc__ or "")
     agents, turns, repeats, rounds = (3, 2, 12, 1) if args.quick else (5, 3, 90, 3)
-    system = "You are a helpful assistant that answers questions about blocks, slabs and prefixes. " * repeats
+    system = (
+        "You are a helpful assistant that answers questions about blocks, slabs and prefixes. "
+        * repeats
+    )
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         found: dict[str, list[dict[str, Any]]] = {"ours": [], "stock": []}
@@ -144,10 +180,18 @@ if __name__ == "__main__":
     assert found["ours"][0]["replies"] == found["stock"][0]["replies"], "the replies differ"
     figures: dict[str, Any] = {}
     for key in ("wall_s", "ttft_p95_s", "ttft_later_turns_s", "cached_tokens", "resident_mb"):
-        figures |= {f"{name}_{key}": statistics.median(r[key] for r in found[name]) for name in found}
+        figures |= {
+            f"{name}_{key}": statistics.median(r[key] for r in found[name]) for name in found
+        }
     cache = found["ours"][0]["cache"]
     ratio = round(figures["stock_wall_s"] / figures["ours_wall_s"], 2)
     report(
-        args, "server", f"{agents} agents, {turns} turns, one system prompt", **figures, ratio_wall=ratio, equal_replies=True,
-        ragged=cache["ragged"], known_bytes=cache["known_bytes"],
-    )  # fmt: skip
+        args,
+        "server",
+        f"{agents} agents, {turns} turns, one system prompt",
+        **figures,
+        ratio_wall=ratio,
+        equal_replies=True,
+        ragged=cache["ragged"],
+        known_bytes=cache["known_bytes"],
+    )

@@ -1,8 +1,10 @@
-"""Recorded coding sessions through the prefix cache and its store, without a model: how much of each prompt is reused.
+"""Recorded coding sessions through the prefix cache and its store, without a model: how much of
+each prompt is reused.
 
-Several sessions run at a time, each by its own clock. The pool has 25 to 200 % of the peak working set. Beside it, with the same
-bytes: blocks in plain LRU order, the offline optimum over the same blocks, and mlx-lm's LRUPromptCache. Every figure is a part of
-the ideal: the reuse of a cache that forgets nothing.
+Several sessions run at a time, each by its own clock. The pool has 25 to 200 % of the peak working
+set. Beside it, with the same
+bytes: blocks in plain LRU order, the offline optimum over the same blocks, and mlx-lm's
+LRUPromptCache. Every figure is a part of the ideal: the reuse of a cache that forgets nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +29,20 @@ from mlx_blockpool.engine.request import Request
 from mlx_blockpool.engine.sequence import Sequence
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.parts import leaves_of
-from mlx_blockpool.kv.state_caches import PooledArraysCache
-from mlx_blockpool.spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer, blocks_for
+from mlx_blockpool.kv.capabilities import RAGGED
+from mlx_blockpool.kv.other_caches import PooledArraysCache
+from mlx_blockpool.kv.prompt_cache import leaves_of
+from mlx_blockpool.spec import (
+    BLOCK_TOKENS,
+    FullLayer,
+    ModelCacheSpec,
+    StateLayer,
+    WindowLayer,
+    blocks_for,
+)
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.tier.cache import TieredPrefixCache
+from mlx_blockpool.tier.write_behind import StoredPrefixes
 
 WINDOW = 1024
 FULL = FullLayer(1, 1, 1)
@@ -49,7 +60,8 @@ QUICK_SESSIONS = (10, 11)
 Sessions = tuple[int, ...] | None
 # Where chat templates begin the reply, so many tokens behind the last message.
 REPLY_TOKENS = 8
-# Its search of a prompt of 100k tokens can take many seconds: it gets shorter ones, and layers of the full sizes.
+# Its search of a prompt of 100k tokens can take many seconds: it gets shorter ones, and layers of
+# the full sizes.
 STOCK_DIVISOR = 16
 # Prompts whose time to be fetched is measured, and with which pool.
 LONG = range(80_000, 120_000)
@@ -60,7 +72,9 @@ MEMORY_DISK = Path("/dev/shm")
 
 @dataclass
 class Replay:
-    """Tokens reused, of them read from disk; requests refused; wall and processor seconds of each fetch of a LONG prompt."""
+    """Tokens reused, of them read from disk; requests refused; wall and processor seconds of
+    each fetch of a LONG prompt.
+    """
 
     reused: int = 0
     restored: int = 0
@@ -72,7 +86,7 @@ class Replay:
 def caches_of(spec: ModelCacheSpec, pool_bytes: int, folder: Path | None) -> Iterator[PooledCaches]:
     """The engine's caches over a pool, and over a store in `folder`."""
     arena = KVArena(spec, pool_bytes)
-    arena.ragged = True
+    arena.capabilities = RAGGED
     # A replay of hours takes a minute: the ends of conversations that rest are written at once.
     config = StoreConfig(folder, min_free_bytes=0, idle_seconds=0)
     store = None if folder is None else PromptStore(config, "sessions", {"model": "sessions"})
@@ -86,7 +100,9 @@ def replay(requests: Iterator[Recorded], caches: PooledCaches) -> Replay:
     found = Replay()
     for uid, request in enumerate(requests):
         prompt = request.prompt.tolist()
-        sequence = Sequence(uid, Request(prompt, len(request.output), breakpoints=breakpoints_of(request)), 0.0)
+        sequence = Sequence(
+            uid, Request(prompt, len(request.output), breakpoints=breakpoints_of(request)), 0.0
+        )
         if len(prompt) + len(request.output) > (caches.capacity() or 0):
             found.refused += 1
             continue
@@ -101,7 +117,7 @@ def replay(requests: Iterator[Recorded], caches: PooledCaches) -> Replay:
         found.restored += opened.lookup.restored
         run(sequence, request.output.tolist(), caches)
         caches.advance(idle=True)
-        if caches.prefix.stored is not None:
+        if isinstance(caches.prefix.stored, StoredPrefixes):
             # Between two requests of a recorded session the writer has seconds.
             caches.prefix.stored.store.flush(60.0)
     return found
@@ -128,7 +144,11 @@ def run(sequence: Sequence, output: list[int], caches: PooledCaches) -> None:
         except PoolExhaustedError:
             # Nothing can be evicted any more: as with a reply that ends here.
             break
-        compute(sequence, min(sequence.prefill_end, (sequence.computed // BLOCK_TOKENS + 1) * BLOCK_TOKENS), caches)
+        compute(
+            sequence,
+            min(sequence.prefill_end, (sequence.computed // BLOCK_TOKENS + 1) * BLOCK_TOKENS),
+            caches,
+        )
     caches.release(sequence, "assistant")
 
 
@@ -138,7 +158,9 @@ def compute(sequence: Sequence, end: int, caches: PooledCaches) -> None:
     nothing = mx.zeros((1, 1, count, 1), mx.float16)
     for cache in leaves_of(sequence.caches or []):
         if isinstance(cache, PooledArraysCache):
-            cache.cache = [mx.zeros(shape, mx.float16) for shape, _ in spec.leaves[cache.layer].arrays]
+            cache.cache = [
+                mx.zeros(shape, mx.float16) for shape, _ in spec.leaves[cache.layer].arrays
+            ]
             mx.eval(cache.cache)
         else:
             cache.update_and_fetch(nothing, nothing)
@@ -147,7 +169,9 @@ def compute(sequence: Sequence, end: int, caches: PooledCaches) -> None:
 
 
 class StockLayers:
-    """Stands for mlx-lm's caches of `offset` tokens in its LRUPromptCache, which asks only for their size."""
+    """Stands for mlx-lm's caches of `offset` tokens in its LRUPromptCache, which asks only for
+    their size.
+    """
 
     def __init__(self, spec: ModelCacheSpec, offset: int) -> None:
         self.spec = spec
@@ -157,11 +181,15 @@ class StockLayers:
     def nbytes(self) -> int:
         windows = [layer.max_size for layer in self.spec.layers if isinstance(layer, WindowLayer)]
         token = self.spec.bytes_per_block(self.spec.groups[0]) // BLOCK_TOKENS
-        held = blocks_for(self.offset) * BLOCK_TOKENS + sum(min(self.offset, window) for window in windows)
+        held = blocks_for(self.offset) * BLOCK_TOKENS + sum(
+            min(self.offset, window) for window in windows
+        )
         return held * token + self.spec.fixed_bytes_per_agent()
 
     def is_trimmable(self) -> bool:
-        return not self.spec.fixed_bytes_per_agent() and (self.offset < WINDOW or len(self.spec.layers) == 1)
+        return not self.spec.fixed_bytes_per_agent() and (
+            self.offset < WINDOW or len(self.spec.layers) == 1
+        )
 
     def trim(self, count: int) -> int:
         self.offset -= count * STOCK_DIVISOR
@@ -193,25 +221,51 @@ def bench(args: Any, kind: str, blocks: Blocks, percent: int, sessions: Sessions
         memory = replay(recorded(sessions), caches)
     reused = {"ours": memory.reused}
     if kind == "full":
-        reused |= {"plain_lru": PlainLRU(blocks, capacity).reuse(), "optimum": Optimum(blocks, capacity).reuse()}
+        reused |= {
+            "plain_lru": PlainLRU(blocks, capacity).reuse(),
+            "optimum": Optimum(blocks, capacity).reuse(),
+        }
     if percent in DISK_BUDGETS:
         disk = MEMORY_DISK if MEMORY_DISK.is_dir() else None
-        with tempfile.TemporaryDirectory(dir=disk) as folder, caches_of(spec, pool_bytes, Path(folder)) as caches:
+        with (
+            tempfile.TemporaryDirectory(dir=disk) as folder,
+            caches_of(spec, pool_bytes, Path(folder)) as caches,
+        ):
             reused["ours_disk"] = replay(recorded(sessions), caches).reused
-    figures: dict[str, Any] = {name: round(count / blocks.known, 4) for name, count in reused.items()}
+    figures: dict[str, Any] = {
+        name: round(count / blocks.known, 4) for name, count in reused.items()
+    }
     figures["stock"] = round(replay_stock(spec, pool_bytes, sessions), 4)
     if "optimum" in reused:
         figures["of_optimum"] = round(reused["ours"] / reused["optimum"], 4)
     if memory.fetches and percent == FETCH_BUDGET:
         wall, cpu = (statistics.median(times) * 1e3 for times in zip(*memory.fetches, strict=True))
-        figures |= {"fetch_ms": round(wall, 2), "fetch_cpu_ms": round(cpu, 2), "fetches": len(memory.fetches)}
+        figures |= {
+            "fetch_ms": round(wall, 2),
+            "fetch_cpu_ms": round(cpu, 2),
+            "fetches": len(memory.fetches),
+        }
     case = f"{kind}: {percent} % of the working set"
-    report(args, "sessions", case, **figures, blocks=capacity, refused=memory.refused, ideal=round(blocks.ideal, 4))
+    report(
+        args,
+        "sessions",
+        case,
+        **figures,
+        blocks=capacity,
+        refused=memory.refused,
+        ideal=round(blocks.ideal, 4),
+    )
 
 
 if __name__ == "__main__":
     parser = options_parser(__doc__ or "")
-    parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS, help="sizes of the pool, in %% of the working set")
+    parser.add_argument(
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=BUDGETS,
+        help="sizes of the pool, in %% of the working set",
+    )
     args = parser.parse_args()
     sessions, budgets = (QUICK_SESSIONS, (75,)) if args.quick else (None, args.budgets)
     blocks = Blocks(recorded(sessions))

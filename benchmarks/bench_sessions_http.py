@@ -1,10 +1,12 @@
-"""Recorded coding sessions over HTTP, against mlx_lm.server: several sessions at a time, each by its own clock.
+"""Recorded coding sessions over HTTP, against mlx_lm.server: several sessions at a time, each by
+its own clock.
 
-All lengths are divided by 16, and the clocks run faster. The model is tiny and has one token a word, so that prompts have the
-recorded lengths. Where a recorded request continues a reply, it continues the reply that the server gave. Both servers run as
-real processes, in turns, and get the same bytes for their caches; ours has its store on disk besides. `reuse` is what
-`cached_tokens` says, as a part of the ideal: the tokens that earlier requests had too. Requests that end without a reply are
-counted as `failed`.
+All lengths are divided by 16, and the clocks run faster. The model is tiny and has one token a
+word, so that prompts have the recorded lengths. Where a recorded request continues a reply, it
+continues the reply that the server gave. Both servers run as real processes, in turns, and get the
+same bytes for their caches; ours has its store on disk besides. `reuse` is what `cached_tokens`
+says, as a part of the ideal: the tokens that earlier requests had too. Requests that end without a
+reply are counted as `failed`.
 """
 
 from __future__ import annotations
@@ -58,15 +60,27 @@ def make_model(folder: Path) -> None:
     """A random llama that knows WORDS, and never draws a mark."""
     folder.mkdir()
     vocab = [*SPECIAL, *WORDS]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(vocab)}, unk_token=END))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(vocab)}, unk_token=END)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "unk_token": END, "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "clean_up_tokenization_spaces": False}))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "unk_token": END,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "clean_up_tokenization_spaces": False})
+    )
     model = llama(*SIZE, vocab=len(vocab), tie_word_embeddings=False, max_position_embeddings=65536)
     config = {key: value for key, value in vars(model.args).items() if value is not None}
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": vocab.index(END)}))
-    weights = {name: array * 3 if array.ndim > 1 else array for name, array in tree_flatten(model.parameters())}
+    weights = {
+        name: array * 3 if array.ndim > 1 else array
+        for name, array in tree_flatten(model.parameters())
+    }
     weights["lm_head.weight"][: len(SPECIAL)] = 0
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
 
@@ -77,7 +91,10 @@ def num_tokens(messages: Iterable[Message]) -> int:
 
 
 def cut(messages: list[Message], tokens: int) -> list[Message]:
-    """The beginning of a prompt as messages of at most `tokens` tokens. The last one may be a part of a message."""
+    """The beginning of a prompt as messages of at most `tokens` tokens.
+
+    The last one may be a part of a message.
+    """
     kept: list[Message] = []
     for role, words in messages:
         if tokens < 3:
@@ -89,7 +106,10 @@ def cut(messages: list[Message], tokens: int) -> list[Message]:
 
 @dataclass
 class Turn:
-    """A request that was sent, and its reply. `known`: tokens of the prompt that earlier requests had too."""
+    """A request that was sent, and its reply.
+
+    `known`: tokens of the prompt that earlier requests had too.
+    """
 
     messages: list[Message]
     known: int
@@ -100,7 +120,9 @@ class Turn:
 
 
 class Client:
-    """Sends the requests of several sessions to one server, each at its time, but not before its parent has its reply."""
+    """Sends the requests of several sessions to one server, each at its time, but not before its
+    parent has its reply.
+    """
 
     def __init__(self, server: Server, requests: list[Row], speed: float, grain: int) -> None:
         self._server = server
@@ -132,7 +154,9 @@ class Client:
         turn.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
 
     def _continued(self, row: Row) -> Turn:
-        """The messages of a request: what it has from its parent, or tools and system text, and words of its own."""
+        """The messages of a request: what it has from its parent, or tools and system text, and
+        words of its own.
+        """
         parent = self.turns.get(row.parent_key)
         head, known = (row.tools, row.system), True
         if parent is None:
@@ -140,7 +164,9 @@ class Client:
             known = head in self._heads
             self._heads.add(head)
         elif row.shared + self._grain >= num_tokens(parent.messages):
-            base = [*parent.messages, ("assistant", parent.reply)] if parent.reply else parent.messages
+            base = (
+                [*parent.messages, ("assistant", parent.reply)] if parent.reply else parent.messages
+            )
         else:
             base = cut(parent.messages, row.shared)
         # Room for one more message of a word, and the mark of the reply.
@@ -150,10 +176,14 @@ class Client:
         return Turn([*base, ("user", own)], num_tokens(base) - 1 if known else 0)
 
     def _words(self, seed: tuple[int, int], count: int) -> list[str]:
-        return [WORDS[number] for number in np.random.default_rng(seed).integers(0, len(WORDS), count)]
+        return [
+            WORDS[number] for number in np.random.default_rng(seed).integers(0, len(WORDS), count)
+        ]
 
 
-def replay(command: list[str], model: Path, requests: list[Row], speed: float, grain: int) -> tuple[dict[str, Any], Client]:
+def replay(
+    command: list[str], model: Path, requests: list[Row], speed: float, grain: int
+) -> tuple[dict[str, Any], Client]:
     """The figures of one server, which is started for it."""
     server = Server(command, model)
     try:
@@ -171,7 +201,10 @@ def replay(command: list[str], model: Path, requests: list[Row], speed: float, g
         "ttft_ms": round(statistics.median(first) * 1e3, 1) if first else None,
         "ttft_p95_ms": round(first[int(0.95 * (len(first) - 1))] * 1e3, 1) if first else None,
         "cached_tokens": sum(turn.cached for turn in turns),
-        "reuse": round(sum(turn.cached for turn in turns) / sum(turn.known for turn in client.turns.values()), 4),
+        "reuse": round(
+            sum(turn.cached for turn in turns) / sum(turn.known for turn in client.turns.values()),
+            4,
+        ),
         "failed": len(requests) - len(turns),
     }
     return figures, client
@@ -182,25 +215,49 @@ def bench(args: Any, model: Path, requests: list[Row], pool_bytes: int) -> None:
     divisor, speed = (QUICK_DIVISOR, QUICK_SPEED) if args.quick else (DIVISOR, SPEED)
     with tempfile.TemporaryDirectory() as store:
         ours = [*COMMANDS["ours"][:-3], "--pool-bytes", str(pool_bytes), "--store-dir", store]
-        stock = [*COMMANDS["stock"], "--prompt-cache-bytes", str(pool_bytes), "--prompt-cache-size", "1000"]
+        stock = [
+            *COMMANDS["stock"],
+            "--prompt-cache-bytes",
+            str(pool_bytes),
+            "--prompt-cache-size",
+            "1000",
+        ]
         commands = {"stock": stock, "ours": ours}
-        found = {name: replay(command, model, requests, speed, GRAIN // divisor) for name, command in commands.items()}
-    replies = [{key: turn.reply for key, turn in client.turns.items()} for _, client in found.values()]
-    figures = {f"{name}_{key}": value for name in ("ours", "stock") for key, value in found[name][0].items()}
+        found = {
+            name: replay(command, model, requests, speed, GRAIN // divisor)
+            for name, command in commands.items()
+        }
+    replies = [
+        {key: turn.reply for key, turn in client.turns.items()} for _, client in found.values()
+    ]
+    figures = {
+        f"{name}_{key}": value
+        for name in ("ours", "stock")
+        for key, value in found[name][0].items()
+    }
     turns = found["ours"][1].turns.values()
     report(
-        args, "sessions_http", "100 % of the working set", sessions=len({row.session for row in requests}),
-        requests=len(requests), speed=speed, pool_bytes=pool_bytes, prompt_tokens=sum(turn.prompt_tokens for turn in turns),
-        known_tokens=sum(turn.known for turn in turns), **figures,
+        args,
+        "sessions_http",
+        "100 % of the working set",
+        sessions=len({row.session for row in requests}),
+        requests=len(requests),
+        speed=speed,
+        pool_bytes=pool_bytes,
+        prompt_tokens=sum(turn.prompt_tokens for turn in turns),
+        known_tokens=sum(turn.known for turn in turns),
+        **figures,
         failures=sorted({text for _, client in found.values() for text in client.failures}),
         replies_different=sum(replies[0][key] != replies[1][key] for key in replies[0]),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
     args = options(__doc__ or "")
     divisor, sessions = (QUICK_DIVISOR, QUICK_SESSIONS) if args.quick else (DIVISOR, SESSIONS)
-    requests = [row for row in rows(divisor, sessions) if not args.quick or row.index < QUICK_REQUESTS]
+    requests = [
+        row for row in rows(divisor, sessions) if not args.quick or row.index < QUICK_REQUESTS
+    ]
     working_set = Blocks(recorded(sessions, divisor)).working_set
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"

@@ -1,7 +1,8 @@
-"""Decode of sequences on one shared prefix against mlx-lm's padded batch, in one run: bytes held, attention alone, whole steps.
+"""Decode of sequences on one shared prefix against mlx-lm's padded batch, in one run: bytes held,
+attention alone, whole steps.
 
-The model has the proportions of Qwen3 0.6B at a quarter of its width: hidden 256, 8 heads and 4 kv heads of 64, a feed-forward
-of 768. The counter proves which path a figure belongs to.
+The model has the proportions of Qwen3 0.6B at a quarter of its width: hidden 256, 8 heads and 4 kv
+heads of 64, a feed-forward of 768. The counter proves which path a figure belongs to.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_blockpool.kv.attach import bind
-from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
+from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.capabilities import Capabilities
 from mlx_blockpool.kv.path_measuring import measure_paths
+from mlx_blockpool.kv.prompt_cache import make_prompt_cache
 from mlx_blockpool.spec import BLOCK_TOKENS
 
 SEQUENCES, OWN, HEADS, KV_HEADS, DIM = 8, 128, 8, 4, 64
@@ -38,13 +41,19 @@ class System:
         blocks = prefix // BLOCK_TOKENS + 2 * SEQUENCES
         self.pool = open_pool(self.model, 4 * blocks * size, attach=False) if pooled else None
         if self.pool is not None:
-            self.pool.ragged = bind(self.model) > 0
+            self.pool.capabilities = Capabilities("ragged" if bind(self.model) else None)
             self.pool.decode.costs = measure_paths(self.model, self.pool)
-        self.batch = [type(layer[0]).merge(list(layer)) for layer in zip(*self._sequences(), strict=True)]
+        self.batch = [
+            type(layer[0]).merge(list(layer)) for layer in zip(*self._sequences(), strict=True)
+        ]
 
     def _sequences(self) -> list[list[Any]]:
         mx.random.seed(1)
-        first = stock_prompt_cache(self.model) if self.pool is None else make_prompt_cache(self.model, self.pool)
+        first = (
+            stock_prompt_cache(self.model)
+            if self.pool is None
+            else make_prompt_cache(self.model, self.pool)
+        )
         self._append(first, self.prefix)
         sequences = [copy.deepcopy(first) for _ in range(SEQUENCES)]
         for caches in sequences:
@@ -53,7 +62,9 @@ class System:
 
     def _append(self, caches: list[Any], count: int) -> None:
         for cache in caches:
-            cache.update_and_fetch(*mx.random.normal((2, 1, KV_HEADS, count, DIM)).astype(self.dtype))
+            cache.update_and_fetch(
+                *mx.random.normal((2, 1, KV_HEADS, count, DIM)).astype(self.dtype)
+            )
         mx.eval([c.state for c in caches])
 
     def tokens(self) -> int:
@@ -72,7 +83,9 @@ class System:
             mask = create_attention_mask(mx.zeros((SEQUENCES, 1, 1)), cache)
             keys, values = cache.update_and_fetch(x[:, :KV_HEADS], x[:, :KV_HEADS])
             if self.pool is None:
-                x = x + scaled_dot_product_attention(x, keys, values, cache, scale=DIM**-0.5, mask=mask)
+                x = x + scaled_dot_product_attention(
+                    x, keys, values, cache, scale=DIM**-0.5, mask=mask
+                )
             else:
                 x = x + cache.attend(x, keys, values, DIM**-0.5, mask, None)
         return x
@@ -81,7 +94,9 @@ class System:
         logits: mx.array = self.model(mx.array([[7]] * SEQUENCES), cache=self.batch)
         return logits
 
-    def seconds(self, work: Callable[[System], mx.array], steps: int, path: str = "auto", expected: str = "") -> float:
+    def seconds(
+        self, work: Callable[[System], mx.array], steps: int, path: str = "auto", expected: str = ""
+    ) -> float:
         """Seconds of one step on `path`; fails if any layer took another than `expected`."""
         if self.pool is not None:
             self.pool.decode.path = path
@@ -107,10 +122,19 @@ def small_model(layers: int, dtype: mx.Dtype) -> Any:
     module = importlib.import_module("mlx_lm.models.qwen3")
     mx.random.seed(0)
     config = {
-        "model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": layers, "intermediate_size": 768,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM, "rms_norm_eps": 1e-6,
-        "vocab_size": 2048, "max_position_embeddings": 8192, "rope_theta": 1e6, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "model_type": "qwen3",
+        "hidden_size": 256,
+        "num_hidden_layers": layers,
+        "intermediate_size": 768,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 2048,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(dtype)
     mx.eval(model.parameters())
@@ -121,22 +145,38 @@ def bench(args: Any, dtype: str, prefix: int, layers: int, steps: int, rounds: i
     ours, stock = System(True, dtype, prefix, layers), System(False, dtype, prefix, layers)
     assert ours.pool is not None
     found, needed = (s.step().astype(mx.float32) for s in (ours, stock))
-    assert mx.abs(found - needed).max() < (1e-3 if dtype == "float32" else 5e-2) * mx.abs(needed).max(), "other logits"
+    assert (
+        mx.abs(found - needed).max() < (1e-3 if dtype == "float32" else 5e-2) * mx.abs(needed).max()
+    ), "other logits"
     (picked,) = ours.pool.decode.path_counts
     content = ours.tokens() * ours.pool.spec.bytes_per_token()
     held = ours.held_bytes() / content
     assert held <= 1.2, f"{held:.2f} of one prefix and the tails held"
     for case, work in (("attention", System.attention), ("whole step", System.step)):
         paths = {"auto": picked, "ragged": "ragged", "shared": "shared"}
-        runs = {p: functools.partial(ours.seconds, work, steps, p, expected) for p, expected in paths.items()}
+        runs = {
+            p: functools.partial(ours.seconds, work, steps, p, expected)
+            for p, expected in paths.items()
+        }
         taken = interleave({**runs, "stock": functools.partial(stock.seconds, work, steps)}, rounds)
         report(
-            args, "shared", f"{case}, {dtype}", sequences=SEQUENCES, prefix=prefix, own=OWN, layers=layers, path=picked,
-            streams=ours.pool.decode.streams, counts={picked: steps * layers},
+            args,
+            "shared",
+            f"{case}, {dtype}",
+            sequences=SEQUENCES,
+            prefix=prefix,
+            own=OWN,
+            layers=layers,
+            path=picked,
+            streams=ours.pool.decode.streams,
+            counts={picked: steps * layers},
             **{f"{name}_ms": round(seconds * 1e3, 2) for name, seconds in taken.items()},
-            ratio=round(taken["stock"] / taken["auto"], 2), needed=NEEDED[dtype],
-            held=round(held, 2), arrays=round(ours.pool.nbytes / content, 2), stock_held=round(stock.held_bytes() / content, 2),
-        )  # fmt: skip
+            ratio=round(taken["stock"] / taken["auto"], 2),
+            needed=NEEDED[dtype],
+            held=round(held, 2),
+            arrays=round(ours.pool.nbytes / content, 2),
+            stock_held=round(stock.held_bytes() / content, 2),
+        )
 
 
 if __name__ == "__main__":

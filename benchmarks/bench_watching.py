@@ -1,9 +1,12 @@
-"""The decode step of eight streams while the page, Prometheus and a reader of events watch the server, beside the same unwatched.
+"""The decode step of eight streams while the page, Prometheus and a reader of events watch the
+server, beside the same unwatched.
 
-The server is a process of its own. Watched and unwatched turns alternate while the same streams run. A step is the time between
-two tokens of a stream as its client sees it, and varies with all that runs. `share` does not: it is the processor time of the
-server's threads that answer the watchers, of the time that has passed, which is the most that they can take from the steps. The
-watchers send what a browser with the page open sends, and scrape the metrics every three seconds instead of every ten.
+The server is a process of its own. Watched and unwatched turns alternate while the same streams
+run. A step is the time between two tokens of a stream as its client sees it, and varies with all
+that runs. `share` does not: it is the processor time of the server's threads that answer the
+watchers, of the time that has passed, which is the most that they can take from the steps. The
+watchers send what a browser with the page open sends, and scrape the metrics every three seconds
+instead of every ten.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from bench_interference import STREAMS, Stream
 from bench_server import make_model
 from measure import options, report
 
-# What the page asks for while requests run and none begins or ends, and how often, in seconds: the constants of app.js.
+# What the page asks for while requests run and none begins or ends, and how often, in seconds: the
+# constants of app.js.
 UNCHANGED = ("/v1/agents", "/v1/cache/explain", "/v1/cache/hour", "/admin/models")
 PAGE = ((("/v1/cache/map",), 0.5), (("/v1/cache",), 0.8), (UNCHANGED, 5.0))
 PROMETHEUS = ((("/metrics",), 3.0),)
@@ -32,7 +36,8 @@ CASES = {"events and metrics": PROMETHEUS, "events, metrics and the page": (*PAG
 
 
 class Watchers:
-    """What watches a server, from start() to stop(): a reader of events, and threads that ask for `paths` every so many seconds.
+    """What watches a server, from start() to stop(): a reader of events, and threads that ask for
+    `paths` every so many seconds.
 
     counts: responses, and events.
     """
@@ -47,10 +52,14 @@ class Watchers:
 
     def start(self) -> None:
         self._stop.clear()
-        self._threads = [threading.Thread(target=self._ask, args=each, daemon=True) for each in self._paths]
+        self._threads = [
+            threading.Thread(target=self._ask, args=each, daemon=True) for each in self._paths
+        ]
         self._stream = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         self._stream.request("GET", "/v1/cache/events")
-        self._threads.append(threading.Thread(target=self._read, args=[self._stream.getresponse()], daemon=True))
+        self._threads.append(
+            threading.Thread(target=self._read, args=[self._stream.getresponse()], daemon=True)
+        )
         for thread in self._threads:
             thread.start()
 
@@ -88,15 +97,21 @@ def threads_of(pid: int) -> dict[str, float]:
     return found
 
 
-def turn(server: Server, streams: list[Stream], watchers: Watchers | None, seconds: float) -> dict[str, float]:
-    """The median step in ms, and the share of the time that the threads of the watchers have used."""
+def turn(
+    server: Server, streams: list[Stream], watchers: Watchers | None, seconds: float
+) -> dict[str, float]:
+    """The median step in ms, and the share of the time that the threads of the watchers have
+    used.
+    """
     others = threads_of(server.pid)
     if watchers is not None:
         watchers.start()
     before, start = [len(stream.gaps) for stream in streams], time.monotonic()
     time.sleep(seconds)
     passed, used = time.monotonic() - start, threads_of(server.pid)
-    gaps = [gap for stream, first in zip(streams, before, strict=True) for gap in stream.gaps[first:]]
+    gaps = [
+        gap for stream, first in zip(streams, before, strict=True) for gap in stream.gaps[first:]
+    ]
     if watchers is not None:
         watchers.stop()
     own = sum(spent for thread, spent in used.items() if thread not in others)
@@ -123,19 +138,33 @@ def begin(server: Server) -> list[Stream]:
     return streams
 
 
-def run(server: Server, streams: list[Stream], watchers: Watchers, turns: int, seconds: float) -> dict[str, Any]:
-    """Figures of `turns` watched and unwatched turns, and the medians of the ratios of neighbours."""
+def run(
+    server: Server, streams: list[Stream], watchers: Watchers, turns: int, seconds: float
+) -> dict[str, Any]:
+    """Figures of `turns` watched and unwatched turns, and the medians of the ratios of
+    neighbours.
+    """
     found: dict[str, list[dict[str, float]]] = {"watched": [], "unwatched": []}
     turn(server, streams, watchers, seconds)
     for number in range(turns):
         for name in ("watched", "unwatched") if number % 2 else ("unwatched", "watched"):
-            found[name].append(turn(server, streams, watchers if name == "watched" else None, seconds))
+            found[name].append(
+                turn(server, streams, watchers if name == "watched" else None, seconds)
+            )
     pairs = list(zip(found["watched"], found["unwatched"], strict=True))
     steps = {name: [reading["step"] for reading in readings] for name, readings in found.items()}
-    figures: dict[str, Any] = {f"step_{name}_ms": round(statistics.median(each), 3) for name, each in steps.items()}
-    figures["step_ratio"] = round(statistics.median(on["step"] / off["step"] for on, off in pairs), 4)
+    figures: dict[str, Any] = {
+        f"step_{name}_ms": round(statistics.median(each), 3) for name, each in steps.items()
+    }
+    figures["step_ratio"] = round(
+        statistics.median(on["step"] / off["step"] for on, off in pairs), 4
+    )
     figures["share"] = round(statistics.median(reading["share"] for reading in found["watched"]), 5)
-    return {**figures, "tokens": sum(int(on["tokens"] + off["tokens"]) for on, off in pairs), **watchers.counts}
+    return {
+        **figures,
+        "tokens": sum(int(on["tokens"] + off["tokens"]) for on, off in pairs),
+        **watchers.counts,
+    }
 
 
 def main() -> None:
@@ -149,7 +178,9 @@ def main() -> None:
             streams = begin(server)
             for name, paths in CASES.items():
                 figures = run(server, streams, Watchers(server.port, paths), turns, seconds)
-                report(args, "watching", name, streams=STREAMS, **figures, turns=turns, pinned=pinned)
+                report(
+                    args, "watching", name, streams=STREAMS, **figures, turns=turns, pinned=pinned
+                )
             # The streams go on; nobody needs the rest of them.
             os.kill(server.pid, 9)
 

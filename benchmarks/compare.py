@@ -1,11 +1,13 @@
-"""Two versions of the package measured in turns: each benchmark's own figures, of the other tree and of this one.
+"""Two versions of the package measured in turns: each benchmark's own figures, of the other tree
+and of this one.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/compare.py /tmp/before --rounds 9
 
-Every benchmark is run with its own tree's script and package, in a process of its own, the two trees in turns. Prints one JSON
-line for each time of each case: the medians of both trees, and the median of the rounds' ratios, new divided by old. Times of
-mlx-lm stand beside ours: what they differ by is noise.
+Every benchmark is run with its own tree's script and package, in a process of its own, the two
+trees in turns. Prints one JSON line for each time of each case: the medians of both trees, and the
+median of the rounds' ratios, new divided by old. Times of mlx-lm stand beside ours: what they
+differ by is noise.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def measure(tree: Path, bench: str, full: bool) -> tuple[list[str], Figures]:
         # An editable install finds the plugins of its own tree.
         Path(plugins, "mlx_blockpool_plugins").symlink_to(tree / "plugins")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tree), plugins))}
-        output = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, check=True
+        ).stdout
     lines = [json.loads(line) for line in output.splitlines()]
     figures = {
         (number, name): value
@@ -55,18 +59,27 @@ def compare(before: Path, bench: str, rounds: int, full: bool) -> None:
             cases, figures = measure(tree, bench, full)
             readings[tree].append(figures)
     for number, name in readings[HERE][0]:
-        pairs = [(old[number, name], new[number, name]) for old, new in zip(*readings.values(), strict=True)]
+        pairs = [
+            (old[number, name], new[number, name])
+            for old, new in zip(*readings.values(), strict=True)
+        ]
         old, new = (statistics.median(side) for side in zip(*pairs, strict=True))
         ratio = statistics.median(b / a for a, b in pairs if a)
         line = {"before": round(old, 4), "after": round(new, 4), "ratio": round(ratio, 3)}
-        print(json.dumps({"bench": bench, "case": cases[number], "figure": name, **line}), flush=True)
+        print(
+            json.dumps({"bench": bench, "case": cases[number], "figure": name, **line}), flush=True
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("before", type=Path, help="a tree of the other version")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--full", action="store_true", help="the benchmarks' full sizes; they take long")
+    parser.add_argument(
+        "--full", action="store_true", help="the benchmarks' full sizes; they take long"
+    )
     parser.add_argument("--only", nargs="*", default=BENCHMARKS, choices=BENCHMARKS)
     args = parser.parse_args()
     for bench in args.only:

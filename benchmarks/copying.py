@@ -1,6 +1,8 @@
-"""A model that says nothing but what it has read: the tokens that its attention falls on, copied from its context.
+"""A model that says nothing but what it has read: the tokens that its attention falls on, copied
+from its context.
 
-So a reply shows whose keys and values it was computed with. Which token it is depends on the whole context.
+So a reply shows whose keys and values it was computed with. Which token it is depends on the whole
+context.
 """
 
 from __future__ import annotations
@@ -29,23 +31,46 @@ def save(folder: Path) -> None:
     # Byte-level BPE writes the space and the newline as these letters.
     alphabet = [chr(c) for c in range(33, 127)] + ["\u0120", "\u010a"]
     tokenizer = Tokenizer(BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        ByteLevel(add_prefix_space=False),
+        ByteLevelDecoder(),
+    )
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     vocab = tokenizer.get_vocab_size()
-    config: dict[str, Any] = {"model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": 2, "intermediate_size": 64}
-    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": vocab}
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
+    config |= {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocab,
+    }
     config |= {"tie_word_embeddings": True, "torch_dtype": "float32"}
     folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(weights(config).parameters())), {"format": "mlx"})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"),
+        dict(tree_flatten(weights(config).parameters())),
+        {"format": "mlx"},
+    )
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**special, "clean_up_tokenization_spaces": False}))
+    special = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**special, "clean_up_tokenization_spaces": False})
+    )
 
 
 def weights(config: dict[str, Any]) -> Any:
-    """Embeddings span one part of the hidden space. The first layer writes what it has read into the rest, which chooses what the
-    second one copies.
+    """Embeddings span one part of the hidden space. The first layer writes what it has read into
+    the rest, which chooses what the second one copies.
     """
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(config))

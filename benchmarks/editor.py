@@ -1,15 +1,18 @@
-"""A llama that edits: it copies a file from its prompt token by token, one name in it replaced as the prompt says.
+"""A llama that edits: it copies a file from its prompt token by token, one name in it replaced as
+the prompt says.
 
 Its weights are set by hand: each layer's attention is one step of an induction circuit. A prompt is
-`BOS, RENAME, old, new, *header, *file, END, *header`, and the reply is the file with `new` for `old`, then END. The header has at
-least SPAN tokens, and several tokens may be renamed. The MLPs compute as in any llama; what they compute is multiplied by zero.
+`BOS, RENAME, old, new, *header, *file, END, *header`, and the reply is the file with `new` for
+`old`, then END. The header has at least SPAN tokens, and several tokens may be renamed. The MLPs
+compute as in any llama; what they compute is multiplied by zero.
 
 1. Beside each token the one before it is written, and a mark behind RENAME.
 2. A token that is `old` finds `new` at that mark and becomes it.
 3. The last SPAN tokens of each place become its signature.
 4. The place is found whose signature, without its own token, is that of now. Its token comes next.
 
-So two places with the same SPAN tokens before them must have the same next token: edits.py takes such files.
+So two places with the same SPAN tokens before them must have the same next token: edits.py takes
+such files.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ SPAN = HEADS
 BOS, RENAME, END, NUM_SPECIAL = 0, 1, 2, 3
 # Tokens have codes of +1 and -1, of which two agree in at most 30 of 40 places.
 CODE, NUM_CODES, MOST_ALIKE = 40, 2048, 20
-# Radians by which rope turns a token further: the fastest pair, and each next one against the one before. The first pairs tell
-# distances; those from SLOW on hardly turn over a prompt, and compare codes.
+# Radians by which rope turns a token further: the fastest pair, and each next one against the one
+# before. The first pairs tell distances; those from SLOW on hardly turn over a prompt, and compare
+# codes.
 TURN, SLOWER, FAST, SLOW = 2.5, 0.3, 8, 10
 CONSTANT, IS_RENAME, IS_BOS, MARK = range(4)
 OWN, BEFORE, NOW, KEY, QUERY, NEXT = (slice(64 * i, 64 * i + CODE) for i in range(1, 7))
@@ -39,8 +43,8 @@ NEAREST, RENAMED, FOUND = 80.0, 56.0, 480.0
 
 
 def new_model(dtype: mx.Dtype = mx.bfloat16, bits: int | None = None) -> Any:
-    """The model, in `bits` a weight with scales of `dtype`. Tokens from NUM_CODES on are read as those NUM_CODES below, and are
-    never written.
+    """The model, in `bits` a weight with scales of `dtype`. Tokens from NUM_CODES on are read as
+    those NUM_CODES below, and are never written.
     """
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(_config()))
@@ -48,7 +52,9 @@ def new_model(dtype: mx.Dtype = mx.bfloat16, bits: int | None = None) -> Any:
     codes = _codes(draw)
     _embed(model, codes)
     orders = [draw.permutation(CODE) for _ in range(SPAN)]
-    for layer, projections in zip(model.layers, (_look_back(), _rename(), _sign(orders), _find(orders)), strict=True):
+    for layer, projections in zip(
+        model.layers, (_look_back(), _rename(), _sign(orders), _find(orders)), strict=True
+    ):
         for name, weight in projections.items():
             layer.self_attn[f"{name}_proj"].weight = mx.array(weight.astype(np.float32))
         layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
@@ -77,7 +83,8 @@ def _config() -> dict[str, Any]:
 
 
 def _codes(draw: np.random.Generator) -> np.ndarray:
-    """Codes [NUM_CODES, CODE], of which no two agree in more places than MOST_ALIKE more than they differ in.
+    """Codes [NUM_CODES, CODE], of which no two agree in more places than MOST_ALIKE more than they
+    differ in.
 
     That of BOS agrees with each other one in half of the places.
     """
@@ -110,8 +117,15 @@ def _norm(*parts: float) -> float:
 
 
 def _projections() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Zero weights q [HEADS, DIM, HIDDEN], k and v [DIM, HIDDEN], the same for all heads, and o [HEADS, HIDDEN, DIM]."""
-    return np.zeros((HEADS, DIM, HIDDEN)), np.zeros((DIM, HIDDEN)), np.zeros((DIM, HIDDEN)), np.zeros((HEADS, HIDDEN, DIM))
+    """Zero weights q [HEADS, DIM, HIDDEN], k and v [DIM, HIDDEN], the same for all heads, and o
+    [HEADS, HIDDEN, DIM].
+    """
+    return (
+        np.zeros((HEADS, DIM, HIDDEN)),
+        np.zeros((DIM, HIDDEN)),
+        np.zeros((DIM, HIDDEN)),
+        np.zeros((HEADS, HIDDEN, DIM)),
+    )
 
 
 def _weights(q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> dict[str, np.ndarray]:
@@ -155,7 +169,8 @@ def _rename() -> dict[str, np.ndarray]:
     alike = math.sqrt(RENAMED * math.sqrt(DIM) / CODE)
     q[0] = _compared(NOW, norm * alike)
     k[:] = _compared(BEFORE, norm * alike)
-    # BOS is read by tokens that are not renamed; it has nothing to add. All others but the marked one are out of reach.
+    # BOS is read by tokens that are not renamed; it has nothing to add. All others but the marked
+    # one are out of reach.
     gate = DIM // 2 - 1
     q[0, gate, CONSTANT] = norm * math.sqrt(DIM)
     k[gate, [CONSTANT, MARK, IS_BOS]] = norm * np.array([-RENAMED, RENAMED, 1.75 * RENAMED])

@@ -1,7 +1,9 @@
-"""Work for a model that edits: Python files of the standard library with one name replaced, and prose that is written once.
+"""Work for a model that edits: Python files of the standard library with one name replaced, and
+prose that is written once.
 
-The prompts are those of editor.py, in tokens of a byte-level BPE made from the same texts. Parts of files begin with a function
-or class, and in them the last SPAN tokens always say what comes next, as the model needs it.
+The prompts are those of editor.py, in tokens of a byte-level BPE made from the same texts. Parts of
+files begin with a function or class, and in them the last SPAN tokens always say what comes next,
+as the model needs it.
 """
 
 from __future__ import annotations
@@ -43,35 +45,54 @@ def edits(lengths: list[int]) -> list[Work]:
 
 
 def prose(length: int, num: int = 1) -> list[Work]:
-    """Parts of Python's manual. A prompt has other tokens for them, which the model reads alike: a reply repeats only itself."""
+    """Parts of Python's manual.
+
+    A prompt has other tokens for them, which the model reads alike: a reply repeats only itself.
+    """
     tokens = _encode(_manual())
     parts = (tokens[start : start + length - 1] for start in range(0, len(tokens), length))
     chosen = [part for part in parts if _decides(part)][:num]
     return [
-        Work(f"manual, part {i + 1}", _prompt("The manual", [], [t + NUM_CODES for t in part]), [*part, END])
+        Work(
+            f"manual, part {i + 1}",
+            _prompt("The manual", [], [t + NUM_CODES for t in part]),
+            [*part, END],
+        )
         for i, part in enumerate(chosen)
     ]
 
 
 def _paths() -> list[Path]:
-    return [path for path in sorted(LIBRARY.glob("*.py")) if path.read_bytes().isascii()][:NUM_FILES]
+    return [path for path in sorted(LIBRARY.glob("*.py")) if path.read_bytes().isascii()][
+        :NUM_FILES
+    ]
 
 
 def _manual() -> str:
-    values = [value for node in ast.walk(ast.parse((LIBRARY / "pydoc_data" / "topics.py").read_text())) for value in _texts(node)]
+    values = [
+        value
+        for node in ast.walk(ast.parse((LIBRARY / "pydoc_data" / "topics.py").read_text()))
+        for value in _texts(node)
+    ]
     return "\n".join(values)
 
 
 def _texts(node: ast.AST) -> list[str]:
     values = node.values if isinstance(node, ast.Dict) else []
-    return [v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str) and v.value.isascii()]
+    return [
+        v.value
+        for v in values
+        if isinstance(v, ast.Constant) and isinstance(v.value, str) and v.value.isascii()
+    ]
 
 
 @functools.cache
 def tokenizer() -> Tokenizer:
     made = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=NUM_CODES,
@@ -88,20 +109,34 @@ def _encode(text: str) -> list[int]:
 
 
 def _prompt(name: str, renamed: list[tuple[int, int]], tokens: list[int]) -> list[int]:
-    header = _encode(f"{name} of Python's standard library, with all that stands in it, and then the end:\n\n")
+    header = _encode(
+        f"{name} of Python's standard library, with all that stands in it, and then the end:\n\n"
+    )
     assert len(header) >= SPAN, f"{len(header)} tokens of the header >= {SPAN}"
-    return [BOS, *(t for old, new in renamed for t in (RENAME, old, new)), *header, *tokens, END, *header]
+    return [
+        BOS,
+        *(t for old, new in renamed for t in (RENAME, old, new)),
+        *header,
+        *tokens,
+        END,
+        *header,
+    ]
 
 
 def _decides(tokens: list[int]) -> bool:
     """Whether the last SPAN tokens always say which one comes next."""
     following = {}
     spans = (tuple(tokens[i - SPAN : i]) for i in range(SPAN, len(tokens)))
-    return all(following.setdefault(span, token) == token for span, token in zip(spans, tokens[SPAN:], strict=True))
+    return all(
+        following.setdefault(span, token) == token
+        for span, token in zip(spans, tokens[SPAN:], strict=True)
+    )
 
 
 def _edits(path: Path, length: int) -> Iterator[Work]:
-    """The parts of a file that have about `length` tokens, each with its most frequent variable renamed."""
+    """The parts of a file that have about `length` tokens, each with its most frequent variable
+    renamed.
+    """
     text = path.read_text()
     variables = _variables(text)
     for found in re.finditer("^(?:def|class) ", text, re.MULTILINE):
@@ -117,7 +152,9 @@ def _edits(path: Path, length: int) -> Iterator[Work]:
 
 def _variables(text: str) -> set[str]:
     nodes = list(ast.walk(ast.parse(text)))
-    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assigned = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     return (assigned | {node.arg for node in nodes if isinstance(node, ast.arg)}) - {"self", "cls"}
 
 
@@ -133,11 +170,19 @@ def _edit(name: str, text: str, variables: set[str]) -> Work | None:
                 continue
             edited = _encode(re.sub(rf"\b{old}\b", new, text))
             if [dict(pairs).get(token, token) for token in tokens] == edited:
-                return Work(f"{name}: {old} -> {new}", _prompt(f"The file {name}", pairs, tokens), [*edited, END])
+                return Work(
+                    f"{name}: {old} -> {new}",
+                    _prompt(f"The file {name}", pairs, tokens),
+                    [*edited, END],
+                )
     return None
 
 
 def _pairs(old: str, new: str) -> list[tuple[int, int]] | None:
-    """The tokens of both names, without and with a space before them; None where one takes several tokens."""
+    """The tokens of both names, without and with a space before them; None where one takes
+    several tokens.
+    """
     forms = [(_encode(f"{space}{old}"), _encode(f"{space}{new}")) for space in ("", " ")]
-    return [(a[0], b[0]) for a, b in forms] if all(len(a) == len(b) == 1 for a, b in forms) else None
+    return (
+        [(a[0], b[0]) for a, b in forms] if all(len(a) == len(b) == 1 for a, b in forms) else None
+    )

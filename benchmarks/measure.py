@@ -27,7 +27,9 @@ def options_parser(description: str) -> argparse.ArgumentParser:
 
 
 def interleave(systems: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median of each system's readings, taken in turns so that a noisy minute hits all of them."""
+    """The median of each system's readings, taken in turns so that a noisy minute hits all of
+    them.
+    """
     readings: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(rounds):
         names = list(systems) if turn % 2 else list(systems)[::-1]
@@ -37,7 +39,9 @@ def interleave(systems: dict[str, Callable[[], float]], rounds: int) -> dict[str
 
 
 def report(args: argparse.Namespace, bench: str, case: str, **figures: Any) -> None:
-    """One JSON line: the case, its figures, the versions and the device, and whether the sizes are the small ones."""
+    """One JSON line: the case, its figures, the versions and the device, and whether the sizes
+    are the small ones.
+    """
     quick = {"quick": True} if getattr(args, "quick", False) else {}
     line = json.dumps({"bench": bench, "case": case, **quick, **figures, **environment()})
     print(line, flush=True)
@@ -56,7 +60,13 @@ def environment() -> dict[str, str]:
 
 
 def llama(
-    hidden: int, layers: int, heads: int, kv_heads: int, dtype: mx.Dtype = mx.float32, vocab: int = 2048, **changes: Any
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    dtype: mx.Dtype = mx.float32,
+    vocab: int = 2048,
+    **changes: Any,
 ) -> Any:
     """A llama-type model of mlx-lm with random weights. `changes`: more of its configuration."""
     module = importlib.import_module("mlx_lm.models.llama")

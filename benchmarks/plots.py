@@ -1,4 +1,7 @@
-"""The plots and the table of sessions in the README, from the lines of one machine's results. Needs the extra `bench`."""
+"""The plots and the table of sessions in the README, from the lines of one machine's results.
+
+Needs the extra `bench`.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,39 @@ def latest(lines: Iterable[Line]) -> list[Line]:
 
 
 def session_table(lines: Iterable[Line]) -> list[list[str]]:
-    """Rows of the README's table: spec, budget, and the reuse of each cache as a part of the ideal."""
+    """Rows of the README's table: spec, budget, and the reuse of each cache as a part of the
+    ideal.
+    """
     rows = []
     for line in latest(lines):
         if line["bench"] == "sessions":
             kind, _, budget = line["case"].partition(": ")
-            rows.append([kind, budget.partition(" of")[0], *(f"{line[name]:.3f}" if name in line else "" for name in CURVES)])
+            rows.append(
+                [
+                    kind,
+                    budget.partition(" of")[0],
+                    *(f"{line[name]:.3f}" if name in line else "" for name in CURVES),
+                ]
+            )
     return rows
 
 
 def draw(machines: Sequence[list[Line]], folder: Path) -> list[Path]:
-    """Draw each plot from the lines of the first machine that has measured its cases. Returns the files."""
+    """Draw each plot from the lines of the first machine that has measured its cases.
+
+    Returns the files.
+    """
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plots", "font.size": 9, "axes.spines.right": False})
+    matplotlib.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "plots",
+            "font.size": 9,
+            "axes.spines.right": False,
+        }
+    )
     from matplotlib import pyplot
 
     folder.mkdir(exist_ok=True)
@@ -65,22 +86,45 @@ Cases = dict[tuple[str, str], Line]
 
 
 def _decode(axes: Any, cases: Cases) -> bool:
-    found = {int(case.split()[-1]): line for (bench, case), line in cases.items() if bench == "cache" and case[:6] == "decode"}
+    found = {
+        int(case.split()[-1]): line
+        for (bench, case), line in cases.items()
+        if bench == "cache" and case[:6] == "decode"
+    }
     for label, key in ((OURS, "ours_ms"), (STOCK, "stock_ms")):
         style = "o-" if label == OURS else "s--"
-        axes.plot(sorted(found), [1e3 / found[n][key] for n in sorted(found)], style, color=COLORS[label], label=label)
-    axes.set(xscale="log", xlabel="tokens of context", ylabel="tokens per second", title="Decode of one sequence")
+        axes.plot(
+            sorted(found),
+            [1e3 / found[n][key] for n in sorted(found)],
+            style,
+            color=COLORS[label],
+            label=label,
+        )
+    axes.set(
+        xscale="log",
+        xlabel="tokens of context",
+        ylabel="tokens per second",
+        title="Decode of one sequence",
+    )
     return bool(found)
 
 
-def _bars(axes: Any, groups: dict[str, tuple[float, float]], title: str, unit: str, log: bool = False) -> bool:
+def _bars(
+    axes: Any, groups: dict[str, tuple[float, float]], title: str, unit: str, log: bool = False
+) -> bool:
     for offset, label in ((-0.2, OURS), (0.2, STOCK)):
         values = [pair[label == STOCK] for pair in groups.values()]
         places = [place + offset for place in range(len(groups))]
         bars = axes.bar(places, values, 0.38, color=COLORS[label], label=label)
         axes.bar_label(bars, [f"{value:.3g}" for value in values])
     axes.margins(y=0.15)
-    axes.set(xticks=range(len(groups)), xticklabels=list(groups), ylabel=unit, title=title, yscale="log" if log else "linear")
+    axes.set(
+        xticks=range(len(groups)),
+        xticklabels=list(groups),
+        ylabel=unit,
+        title=title,
+        yscale="log" if log else "linear",
+    )
     return bool(groups)
 
 
@@ -97,10 +141,16 @@ def _join(axes: Any, cases: Cases) -> bool:
 
 
 def _agents(axes: Any, cases: Cases) -> bool:
-    """How many agents of the mean length a GB holds, 131 kB a token, from what blocks and padding waste."""
+    """How many agents of the mean length a GB holds, 131 kB a token, from what blocks and
+    padding waste.
+    """
     line = cases.get(("engine", "5 agents of 2000 to 8000 tokens"))
     fit = 1e9 / (5000 * 131_072)
-    groups = {"2,000 to 8,000 tokens": (fit * (1 - line["waste"]), fit * (1 - line["padded_waste"]))} if line else {}
+    groups = (
+        {"2,000 to 8,000 tokens": (fit * (1 - line["waste"]), fit * (1 - line["padded_waste"]))}
+        if line
+        else {}
+    )
     return _bars(axes, groups, "Agents per GB, without shared prefixes", "agents")
 
 
@@ -111,12 +161,29 @@ def _restart(axes: Any, cases: Cases) -> bool:
 
 
 def _sessions(axes: Any, cases: Cases) -> bool:
-    found = {case: line for (bench, case), line in cases.items() if bench == "sessions" and case.startswith("full")}
+    found = {
+        case: line
+        for (bench, case), line in cases.items()
+        if bench == "sessions" and case.startswith("full")
+    }
     for name, (label, color, style) in CURVES.items():
-        points = sorted((int(case.split()[1]), line[name]) for case, line in found.items() if name in line)
+        points = sorted(
+            (int(case.split()[1]), line[name]) for case, line in found.items() if name in line
+        )
         axes.plot(*zip(*points, strict=True), style, color=color, label=label) if points else None
-    axes.set(xlabel="pool in % of the peak working set", ylabel="reuse, part of the ideal", title="Recorded coding sessions")
+    axes.set(
+        xlabel="pool in % of the peak working set",
+        ylabel="reuse, part of the ideal",
+        title="Recorded coding sessions",
+    )
     return bool(found)
 
 
-PLOTS = {"decode": _decode, "batch": _batch, "join": _join, "agents": _agents, "restart": _restart, "sessions": _sessions}
+PLOTS = {
+    "decode": _decode,
+    "batch": _batch,
+    "join": _join,
+    "agents": _agents,
+    "restart": _restart,
+    "sessions": _sessions,
+}

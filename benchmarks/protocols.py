@@ -1,4 +1,6 @@
-"""The protocols that the server speaks, each with and without a stream, for conversations of plain text."""
+"""The protocols that the server speaks, each with and without a stream, for conversations of
+plain text.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ class Reply:
 
 @dataclass(frozen=True)
 class Protocol:
-    """`body`: from messages and the most tokens of a reply. `whole`: the reply of an answer's JSON. `delta`: the text that an
-    event of a stream adds; `ends`: whether it is the last one, or it is None, where `[DONE]` is.
+    """`body`: from messages and the most tokens of a reply. `whole`: the reply of an answer's JSON.
+    `delta`: the text that an event of a stream adds; `ends`: whether it is the last one, or it is
+    None, where `[DONE]` is.
     """
 
     name: str
@@ -38,12 +41,16 @@ class Protocol:
     delta: Callable[[Any], str]
     ends: Callable[[Any], bool]
 
-    def ask(self, port: int, messages: Messages, most: int, headers: dict[str, str], hang_up: int | None) -> Reply | None:
+    def ask(
+        self, port: int, messages: Messages, most: int, headers: dict[str, str], hang_up: int | None
+    ) -> Reply | None:
         """One reply; None: the client has hung up after so many lines of its stream."""
         body = {"temperature": 0, **self.body(messages, most), "stream": self.streams}
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         try:
-            connection.request("POST", self.path, json.dumps(body), {"Content-Type": "application/json", **headers})
+            connection.request(
+                "POST", self.path, json.dumps(body), {"Content-Type": "application/json", **headers}
+            )
             response = connection.getresponse()
             if response.status != 200:
                 raise ValueError(f"{self.path} answers {response.status}: {response.read(300)!r}")
@@ -87,7 +94,9 @@ def tokens(usage: dict[str, Any]) -> tuple[int, int]:
 
 def rendered(messages: Messages) -> str:
     """The prompt of a conversation, as the template writes it."""
-    said = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+    said = "".join(
+        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
+    )
     return f"{said}<|im_start|>assistant\n"
 
 
@@ -96,15 +105,28 @@ def _chat(messages: Messages, most: int) -> dict[str, Any]:
 
 
 def _completion(messages: Messages, most: int) -> dict[str, Any]:
-    return {"prompt": rendered(messages), "max_tokens": most, "stream_options": {"include_usage": True}}
+    return {
+        "prompt": rendered(messages),
+        "max_tokens": most,
+        "stream_options": {"include_usage": True},
+    }
 
 
 def _anthropic(messages: Messages, most: int) -> dict[str, Any]:
-    return {"model": "default_model", "system": messages[0]["content"], "messages": messages[1:], "max_tokens": most}
+    return {
+        "model": "default_model",
+        "system": messages[0]["content"],
+        "messages": messages[1:],
+        "max_tokens": most,
+    }
 
 
 def _responses(messages: Messages, most: int) -> dict[str, Any]:
-    return {"instructions": messages[0]["content"], "input": messages[1:], "max_output_tokens": most}
+    return {
+        "instructions": messages[0]["content"],
+        "input": messages[1:],
+        "max_output_tokens": most,
+    }
 
 
 def _chosen(event: Any, of: Callable[[Any], str | None]) -> str:

@@ -1,7 +1,7 @@
 """Requests of recorded coding sessions as tokens: equal tokens where the recording had equal text.
 
-Also the same requests as paths of blocks, and what caches of blocks reach that know nothing else: the ideal, plain LRU and the
-offline optimum. Knows tokens and block numbers; no pool.
+Also the same requests as paths of blocks, and what caches of blocks reach that know nothing else:
+the ideal, plain LRU and the offline optimum. Knows tokens and block numbers; no pool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ Tokens = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A request. `head`: tokens of tools and system text. `known`: of its prompt, tokens that earlier requests had too."""
+    """A request.
+
+    `head`: tokens of tools and system text. `known`: of its prompt, tokens that earlier requests
+    had too.
+    """
 
     session: int
     at: float
@@ -41,7 +45,10 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table. `index`: its number within its session; `shared`: tokens in common with request `parent`."""
+    """A row of the table.
+
+    `index`: its number within its session; `shared`: tokens in common with request `parent`.
+    """
 
     session: int
     index: int
@@ -63,22 +70,35 @@ class Row:
 
 
 def rows(divisor: int = 1, sessions: Iterable[int] | None = None) -> list[Row]:
-    """The rows of some sessions (None: all) that begin together, by time. All lengths are divided by `divisor`."""
+    """The rows of some sessions (None: all) that begin together, by time.
+
+    All lengths are divided by `divisor`.
+    """
     chosen, found = None if sessions is None else set(sessions), []
     count: dict[int, int] = defaultdict(int)
     with TABLE.open() as file:
         for row in csv.DictReader(file):
             session = int(row["session"])
-            sizes = {name: int(row[name]) // divisor for name in ("shared", "prompt", "output", "tools", "system")}
+            sizes = {
+                name: int(row[name]) // divisor
+                for name in ("shared", "prompt", "output", "tools", "system")
+            }
             sizes |= {name: max(1, sizes[name]) for name in ("prompt", "output")}
             if chosen is None or session in chosen:
-                found.append(Row(session, count[session], float(row["at_s"]), int(row["parent"]), **sizes))
+                found.append(
+                    Row(session, count[session], float(row["at_s"]), int(row["parent"]), **sizes)
+                )
             count[session] += 1
     return sorted(found, key=lambda row: (row.at, row.session))
 
 
-def recorded(sessions: Iterable[int] | None = None, divisor: int = 1, vocab: int = VOCAB) -> Iterator[Recorded]:
-    """The requests of rows(), as tokens. A request that continues its parent to the end continues its reply too."""
+def recorded(
+    sessions: Iterable[int] | None = None, divisor: int = 1, vocab: int = VOCAB
+) -> Iterator[Recorded]:
+    """The requests of rows(), as tokens.
+
+    A request that continues its parent to the end continues its reply too.
+    """
     chosen = rows(divisor, sessions)
     # The last one that needs its parent's tokens.
     children = {row.parent_key: row.index for row in sorted(chosen, key=lambda row: row.key)}
@@ -90,11 +110,17 @@ def recorded(sessions: Iterable[int] | None = None, divisor: int = 1, vocab: int
         if parent is None:
             head = (row.tools, row.system)
             known = heads.get(head)
-            base = heads.setdefault(head, np.random.default_rng(head).integers(0, vocab, sum(head), np.int32))
+            base = heads.setdefault(
+                head, np.random.default_rng(head).integers(0, vocab, sum(head), np.int32)
+            )
             length = 0 if known is None else min(len(known), row.prompt - 1)
         else:
             whole = row.shared + GRAIN // divisor >= len(parent.prompt)
-            base = np.concatenate([parent.prompt, parent.output]) if whole else parent.prompt[: row.shared]
+            base = (
+                np.concatenate([parent.prompt, parent.output])
+                if whole
+                else parent.prompt[: row.shared]
+            )
             length = min(len(base), row.prompt - 1)
         base = base[: row.prompt]
         prompt = np.concatenate([base, rng.integers(0, vocab, row.prompt - len(base), np.int32)])
@@ -112,7 +138,8 @@ class Blocks:
     usable:       of each path, how many blocks the prompt can take from a cache.
     uses:         of each block, the requests that have it.
     working_set:  the most blocks at any time that were used before and will be used again.
-    known:        tokens of all prompts that earlier requests had too: the reuse of a cache that forgets nothing.
+    known:        tokens of all prompts that earlier requests had too: the reuse of a cache that
+                  forgets nothing.
     """
 
     def __init__(self, requests: Iterable[Recorded]) -> None:
@@ -154,9 +181,13 @@ class Blocks:
 
 
 class BlockCache:
-    """A cache of `capacity` blocks. Requests with a longer path are refused, as a pool refuses them."""
+    """A cache of `capacity` blocks.
 
-    # Whether a block goes before those that need it, and in what order blocks go: the smallest first.
+    Requests with a longer path are refused, as a pool refuses them.
+    """
+
+    # Whether a block goes before those that need it, and in what order blocks go: the smallest
+    # first.
     leaves_first = True
 
     def __init__(self, blocks: Blocks, capacity: int) -> None:
@@ -174,10 +205,14 @@ class BlockCache:
     def reuse(self) -> int:
         """Tokens of all prompts that it has when they come."""
         reused = 0
-        for now, (path, usable) in enumerate(zip(self.blocks.paths, self.blocks.usable, strict=True)):
+        for now, (path, usable) in enumerate(
+            zip(self.blocks.paths, self.blocks.usable, strict=True)
+        ):
             if len(path) > self.capacity:
                 continue
-            reused += next((at for at, block in enumerate(path[:usable]) if block not in self._have), usable)
+            reused += next(
+                (at for at, block in enumerate(path[:usable]) if block not in self._have), usable
+            )
             new = [block for block in path if block not in self._have]
             self._evict(len(self._have) + len(new) - self.capacity, set(path), now)
             self._take(path, new, now)
@@ -187,7 +222,11 @@ class BlockCache:
         while count > 0:
             entry = heapq.heappop(self._order)
             block = entry[-1]
-            if self._current.get(block) != entry or block in held or (self.leaves_first and self._children[block]):
+            if (
+                self._current.get(block) != entry
+                or block in held
+                or (self.leaves_first and self._children[block])
+            ):
                 continue
             self._have.discard(block)
             del self._current[block]
@@ -195,7 +234,12 @@ class BlockCache:
             parent = self.blocks.parents[block]
             if parent >= 0:
                 self._children[parent] -= 1
-                if self.leaves_first and parent in self._have and not self._children[parent] and parent not in held:
+                if (
+                    self.leaves_first
+                    and parent in self._have
+                    and not self._children[parent]
+                    and parent not in held
+                ):
                     self._queue(parent, now - 1)
 
     def _take(self, path: list[int], new: list[int], now: int) -> None:
@@ -215,7 +259,9 @@ class BlockCache:
 
 
 class PlainLRU(BlockCache):
-    """Blocks used longest ago go first, of one request the first ones first, whatever needs them."""
+    """Blocks used longest ago go first, of one request the first ones first, whatever needs
+    them.
+    """
 
     leaves_first = False
 
@@ -224,7 +270,9 @@ class PlainLRU(BlockCache):
 
 
 class Optimum(BlockCache):
-    """Belady's: the blocks that are used again last go first, of one request the last ones first."""
+    """Belady's: the blocks that are used again last go first, of one request the last ones
+    first.
+    """
 
     def __init__(self, blocks: Blocks, capacity: int) -> None:
         super().__init__(blocks, capacity)

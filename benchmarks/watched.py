@@ -1,7 +1,8 @@
 """A stream read token by token by a process of its own, for as long as its standard input is open.
 
-Run it with python -m benchmarks.watched PORT. For each token after a stream's first it prints when it came (time.monotonic, in
-seconds) and how long after the one before. A stream that ends or breaks is followed by another.
+Run it with python -m benchmarks.watched PORT. For each token after a stream's first it prints when
+it came (time.monotonic, in seconds) and how long after the one before. A stream that ends or breaks
+is followed by another.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ import threading
 import time
 from contextlib import suppress
 
-BODY = {"messages": [{"role": "user", "content": "abc " * 20}], "max_tokens": 150, "stream": True, "temperature": 0}
+BODY = {
+    "messages": [{"role": "user", "content": "abc " * 20}],
+    "max_tokens": 150,
+    "stream": True,
+    "temperature": 0,
+}
 
 
 def read(port: int) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(BODY), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(BODY), {"Content-Type": "application/json"}
+        )
         last = 0.0
         for line in connection.getresponse():
             if line.startswith(b"data: {"):
@@ -33,7 +41,8 @@ def read(port: int) -> None:
 
 
 def main() -> None:
-    # What this process waits for a core is not the server's: go before other clients where the system allows it.
+    # What this process waits for a core is not the server's: go before other clients where the
+    # system allows it.
     with suppress(OSError, AttributeError):
         os.nice(-10)
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()

@@ -1,4 +1,7 @@
-"""mlx-blockpool: a block-pool KV cache with shared prefixes for mlx-lm. Importing this imports no mlx."""
+"""mlx-blockpool: a block-pool KV cache with shared prefixes for mlx-lm.
+
+Importing this imports no mlx.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ _HOME = {
     "Request": "engine.request",
     "StoreConfig": "config",
     "Token": "engine.request",
-    "attach": "kv.attach",
+    "attach": "kv.build",
     "check_spec": "plugins",
     "detach": "kv.attach",
-    "from_stock": "kv.intake",
-    "hookimpl": "hookspecs",
-    "make_prompt_cache": "kv.factory",
-    "open_pool": "kv.factory",
+    "from_stock": "kv.prompt_cache",
+    "hookimpl": "hooks",
+    "make_prompt_cache": "kv.prompt_cache",
+    "open_pool": "kv.build",
     "open_prefix": "tier.opening",
     "spec_from_config": "plugins",
 }

@@ -1,4 +1,7 @@
-"""The parser of the command mlx-blockpool. Each file in commands/ adds the options of one command and runs it."""
+"""The parser of the mlx-blockpool command.
+
+Each module in commands/ adds the options of one subcommand and runs it.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from . import __version__
 from .commands import agents, patch, plan, store, top, transfer
 from .commands.doctor import command as doctor
 from .errors import BlockpoolError
+from .model_files.device import mlx_problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Exit status 0, or 1 after an error of ours, which is printed without a traceback.
+    """Run one subcommand. Exit status 0, or 1 after a BlockpoolError or without mlx, which is
+    printed without a traceback.
 
     `run` of a subcommand returns the text to print, and the exit status if that is not 0.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
-    args, rest = parser.parse_known_args(arguments[:1] if arguments[:1] == ["serve"] else plan.join_lengths(arguments))
+    args, rest = parser.parse_known_args(arguments[:1] if arguments[:1] == ["serve"] else arguments)
     try:
         if args.command == "serve":
             from .server.app import main as serve
@@ -33,18 +38,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BlockpoolError as error:
         print(f"mlx-blockpool: {error}", file=sys.stderr)
         return 1
+    except ImportError:
+        problem = mlx_problem()
+        if problem is None:
+            raise
+        print(f"mlx-blockpool: {' '.join(problem)}", file=sys.stderr)
+        return 1
     return int(status)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mlx-blockpool", description="A block-pool KV cache for mlx-lm.")
+    parser = argparse.ArgumentParser(
+        prog="mlx-blockpool", description="A block-pool KV cache for mlx-lm."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("serve", add_help=False, help="mlx-lm's server on a block pool; --help lists its options")
-    patch.add_options(commands.add_parser("patch", help="give mlx_lm.server the option --cache-backend, or take it away"))
-    plan.add_options(commands.add_parser("plan", help="what a model and its agents take in memory, before it is downloaded"))
-    top.add_options(commands.add_parser("top", help="a running server's memory, agents and requests in the terminal"))
-    doctor.add_options(commands.add_parser("doctor", help="whether the server will run well here, and what to do if not"))
+    commands.add_parser(
+        "serve", add_help=False, help="mlx-lm's server on a block pool; --help lists its options"
+    )
+    patch.add_options(
+        commands.add_parser(
+            "patch", help="add the option --cache-backend to mlx_lm.server, or remove it"
+        )
+    )
+    plan.add_options(
+        commands.add_parser(
+            "plan", help="the memory that a model and its agents need, before it is downloaded"
+        )
+    )
+    top.add_options(
+        commands.add_parser(
+            "top", help="a running server's memory, agents and requests in the terminal"
+        )
+    )
+    doctor.add_options(
+        commands.add_parser(
+            "doctor", help="check whether the server will run well here, and what to do if not"
+        )
+    )
     text = "the prefixes on disk: show, check and clear them, export and import"
     actions = store.add_options(commands.add_parser("store", help=text))
     agents.add_options(actions)

@@ -1,28 +1,33 @@
 """The whole error tree.
 
     BlockpoolError
-    ├── UnsupportedVersionError      the installed mlx-lm is outside the supported range, or lacks a name that is needed
+    ├── UnsupportedVersionError      the installed mlx-lm is outside the supported range, or lacks
+    │                                a name that is needed
     ├── SpecError                    a model cannot be described, or its spec contradicts it
     ├── PluginError                  a plugin raised an error or returned something invalid
-    ├── PatchError                   an installed file of mlx-lm is not the one that the patch was made for
+    ├── PatchError                   an installed file of mlx-lm is not the one that the patch was
+    │                                made for
     ├── PoolExhaustedError           the pool has too few blocks; nothing was changed
     ├── ReleasedCacheError           caches were used after their blocks had returned to the pool
     ├── RequestTooLargeError         the request does not fit even in an empty pool
     │   └── TooManyPositionsError    the prompt has more tokens than the model has positions
-    ├── FormError                    a reply cannot be held to the form that was asked for
-    ├── PromptError                  the prompt cannot be rendered or tokenized within the server's limits
+    ├── FormError                    a reply cannot be held to the requested form
+    ├── PromptError                  the prompt cannot be rendered or tokenized within the server's
+    │                                limits
     ├── MeasuringStoppedError        something else needs the thread that measures a model
-    ├── UnmeasurableError            it cannot be measured how fast a model is
+    ├── UnmeasurableError            the speed of a model cannot be measured
     ├── ModelNotFoundError           no model has this name, or it may not be loaded
     ├── BadModelError                mlx-lm cannot load the model's files
     ├── LoadError                    the model could not be loaded now, although its files are right
-    ├── UnavailableError             the server cannot answer now: it is stopping, or has computed nothing for too long
+    ├── TooManyRequestsError         a bounded queue is full; the same request may succeed later
+    ├── UnavailableError             the server cannot answer now: it is stopping, or has computed
+    │                                nothing for too long
     ├── GroupError                   the ranks of a group cannot work together
     │   ├── GroupLostError           a rank was lost; also an UnavailableError
     │   └── DisagreeError            the ranks have come to different results
     └── StoreError                   the prompt store cannot do what was requested
-        ├── NoRoomError              the disk has no room for an incoming file; it may have later
-        └── BadRecordError           a file is not the record that was looked for: a miss, and the file is quarantined
+        └── BadRecordError           a file is not the expected record: a miss, and the file is
+                                     quarantined
 
 A message says what is wrong, with its figures, and what to do.
 """
@@ -59,7 +64,10 @@ class PoolExhaustedError(BlockpoolError):
         self.evictable = evictable
         self.group = group
         hint = hint or "Raise --pool-bytes, or lower max_tokens or the number of agents."
-        super().__init__(f"{needed} blocks of {group} are needed; {free} are free and {evictable} evictable. {hint}")
+        super().__init__(
+            f"{needed} blocks of {group} are needed; {free} are free and {evictable} evictable. "
+            f"{hint}"
+        )
 
 
 class ReleasedCacheError(BlockpoolError):
@@ -80,9 +88,14 @@ class RequestTooLargeError(BlockpoolError):
         self.needed = needed
         self.capacity = capacity
         super().__init__(
-            f"The request needs room for {needed} tokens and the pool holds at most {capacity} of one sequence. "
+            f"The request needs space for {needed} tokens, and the pool holds at most {capacity} "
+            "of one sequence. "
             "Shorten the prompt or raise --pool-bytes."
         )
+
+    def __reduce__(self) -> tuple[type[RequestTooLargeError], tuple[int, int]]:
+        """Its figures, for a pickle: it comes out of the processes that render prompts."""
+        return type(self), (self.needed, self.capacity)
 
 
 class TooManyPositionsError(RequestTooLargeError):
@@ -93,13 +106,17 @@ class TooManyPositionsError(RequestTooLargeError):
         self.capacity = capacity
         BlockpoolError.__init__(
             self,
-            f"The request needs {needed} positions and its model has {capacity}. "
-            "Shorten the prompt, or start the server with --max-positions if the model can do more.",
+            f"The request needs {needed} positions, and its model has {capacity}. "
+            "Shorten the prompt, or start the server with --max-positions if the model can do "
+            "more.",
         )
 
 
 class FormError(BlockpoolError):
-    """A form that cannot be kept, or a reply that broke off in one. `place`: what it is about in the request's body."""
+    """A form that cannot be enforced, or a reply that broke off in one.
+
+    `place`: the field of the request's body.
+    """
 
     def __init__(self, why: str, place: str = "") -> None:
         self.place = place
@@ -116,7 +133,10 @@ class MeasuringStoppedError(BlockpoolError):
 
 
 class UnmeasurableError(BlockpoolError):
-    """It cannot be measured how fast a model is. The message says why, behind which a reader knows what was to be measured."""
+    """The speed of a model cannot be measured.
+
+    The message is only the reason; callers say what was to be measured.
+    """
 
 
 class ModelNotFoundError(BlockpoolError, FileNotFoundError):
@@ -131,6 +151,10 @@ class LoadError(BlockpoolError, RuntimeError):
     pass
 
 
+class TooManyRequestsError(BlockpoolError):
+    pass
+
+
 class UnavailableError(BlockpoolError, RuntimeError):
     pass
 
@@ -140,12 +164,18 @@ class GroupError(BlockpoolError):
 
 
 class GroupLostError(GroupError, UnavailableError):
-    """A rank was lost, or has left. `rank`: which one, if that is known. `why`: the error, if there was one."""
+    """A rank was lost, or has left.
+
+    `rank`: which one, if that is known. `why`: the error, if there was one.
+    """
 
     def __init__(self, rank: int | None = None, why: str = "") -> None:
         self.rank = rank
         which = "A rank" if rank is None else f"Rank {rank}"
-        super().__init__(f"{which} was lost{f' ({why})' if why else ''}. The server starts again; send the request again.")
+        super().__init__(
+            f"{which} was lost{f' ({why})' if why else ''}. The server starts again; send the "
+            "request again."
+        )
 
 
 class DisagreeError(GroupError):
@@ -156,9 +186,9 @@ class StoreError(BlockpoolError):
     pass
 
 
-class NoRoomError(StoreError):
+class BadRecordError(StoreError):
     pass
 
 
-class BadRecordError(StoreError):
+class OutdatedRecordError(BadRecordError):
     pass

@@ -17,17 +17,22 @@ def count(number: int, noun: str) -> str:
 
 
 def table(rows: list[list[str]], left: int = 1) -> list[str]:
-    """Lines with the first `left` columns aligned to the left and the others to the right."""
+    """The rows as lines, with the first `left` columns aligned to the left and the others to the
+    right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            c.ljust(w) if i < left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines
 
 
 def plain(text: str) -> str:
-    """Text in one line, with escapes for characters that are not printable."""
+    """The text on one line, with escapes for characters that are not printable."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -47,14 +52,47 @@ def human_bytes(count: int) -> str:
 
 
 def progress(
-    items: Iterable[T], total: int, doing: str, unit: str = " records", size: Callable[[T], int] = lambda _: 1
+    items: Iterable[T],
+    total: int,
+    doing: str,
+    unit: str = " records",
+    size: Callable[[T], int] = lambda _: 1,
 ) -> Iterator[T]:
-    """The items, with a progress bar if stderr is a terminal. `size`: how many of the `total` units an item is."""
+    """Yield the items, with a progress bar if stderr is a terminal.
+
+    `size`: the units of an item, of which there are `total`.
+    """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     is_bytes = unit == "B"
     # disable=None: only on a terminal.
-    with tqdm(desc=doing, total=total, unit=unit, unit_scale=is_bytes, file=sys.stderr, disable=None, leave=False) as bar:
+    with tqdm(
+        desc=doing,
+        total=total,
+        unit=unit,
+        unit_scale=is_bytes,
+        file=sys.stderr,
+        disable=None,
+        leave=False,
+    ) as bar:
         for item in items:
             yield item
             bar.update(size(item))
+
+
+def client_settings(url: str, context: int | None = None, key: str = "any") -> dict[str, str]:
+    """One line for a shell for each of the clients that are used most.
+
+    url:      the server's, such as http://127.0.0.1:8080.
+    context:  tokens of the model's context.
+    """
+    window = "" if context is None else f" CLAUDE_CODE_MAX_CONTEXT_TOKENS={context}"
+    models = "ANTHROPIC_MODEL=default_model ANTHROPIC_DEFAULT_HAIKU_MODEL=default_model"
+    provider = f'model_providers.blockpool={{name="mlx-blockpool", base_url="{url}/v1"}}'
+    return {
+        "Claude Code": f"ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key} {models}{window} "
+        "claude",
+        "Codex": f"codex -c model=default_model -c model_provider=blockpool -c '{provider}'",
+        "OpenAI's SDKs": f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} "
+        "OPENAI_MODEL=default_model",
+    }

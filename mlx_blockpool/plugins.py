@@ -1,35 +1,31 @@
 """The installed plugins, and the specs of models that their providers return.
 
-Bundled providers register first and entry points second; pluggy calls the last registered first, so an installed plugin
-overrides a bundled one.
+Bundled providers register first and entry points second; pluggy calls the last registered first, so
+an installed plugin overrides a bundled one.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import traceback
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 
-from . import hookspecs
-from .drafts.draft import SourceFactory
+from . import hooks
 from .errors import BlockpoolError, PluginError, SpecError
 from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer
 
 GROUP = "mlx_blockpool"
-BUNDLED = ("default", "llama", "qwen2", "gemma3", "gpt_oss")
-NORMALISERS = ("volatile",)
+BUNDLED = ("default", "volatile")
 PACKAGE = "mlx_blockpool_plugins"
 
 
 def make_plugin_manager() -> pluggy.PluginManager:
     """All plugins. Raises PluginError if one cannot be imported or implements an unknown hook."""
     manager = empty_plugin_manager()
-    for name in (*BUNDLED, *NORMALISERS):
+    for name in BUNDLED:
         # Under the module's name: an installed plugin may be named like the architecture.
         manager.register(importlib.import_module(f"{PACKAGE}.{name}"))
     for point in entry_points(group=GROUP):
@@ -38,39 +34,49 @@ def make_plugin_manager() -> pluggy.PluginManager:
         manager.load_setuptools_entrypoints(GROUP)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        raise PluginError(f"A plugin in entry-point group {GROUP} does not load: {error}. Fix or uninstall it.") from error
+        raise PluginError(
+            f"A plugin in entry-point group {GROUP} does not load: {error}. Fix or uninstall it."
+        ) from error
     return manager
 
 
 def empty_plugin_manager() -> pluggy.PluginManager:
     """A plugin manager with our hooks and without providers."""
     manager = pluggy.PluginManager("mlx_blockpool")
-    manager.add_hookspecs(hookspecs)
+    manager.add_hookspecs(hooks)
     return manager
 
 
-def spec_from_config(config: dict[str, Any], model_id: str, manager: pluggy.PluginManager | None = None) -> ModelCacheSpec:
+def spec_from_config(
+    config: dict[str, Any], model_id: str, manager: pluggy.PluginManager | None = None
+) -> ModelCacheSpec:
     """Describe a model by its config.json alone."""
-    return _described(provided_spec(manager or make_plugin_manager(), None, config, model_id), model_id)
+    return _described(manager or make_plugin_manager(), None, config, model_id)
 
 
 def spec_of_model(
     model: Any, config: dict[str, Any], model_id: str, manager: pluggy.PluginManager | None = None
 ) -> ModelCacheSpec:
-    """Describe a loaded model. The dtype is the model's own: quantised weights may run in another than config.json says.
+    """Describe a loaded model. The dtype is the model's own: quantised weights may run in another
+    one than config.json says.
 
     Raises PluginError if the provider contradicts the model, SpecError if no provider describes it.
     """
     manager = manager or make_plugin_manager()
-    spec = _described(provided_spec(manager, model, config, model_id), model_id)
+    spec = _described(manager, model, config, model_id)
     try:
         return check_spec(spec, model)
     except PluginError as error:
-        raise PluginError(f"{error} The spec is from {_source(manager, model, config, model_id)}.") from error
+        source = _source(
+            manager, _provider_of(manager, {"model": model, "config": config, "model_id": model_id})
+        )
+        raise PluginError(f"{error} The spec is from {source}.") from error
 
 
 def traced_spec(model: Any, model_id: str) -> ModelCacheSpec:
-    """Describe a loaded model by its caches alone. No config.json describes the part that one rank has. Raises SpecError."""
+    """Describe a loaded model by its caches alone, because no config.json describes one rank's
+    part. Raises SpecError.
+    """
     found: ModelCacheSpec = importlib.import_module(f"{PACKAGE}.default").trace(model, model_id)
     return found
 
@@ -83,65 +89,82 @@ def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
     traced = traced_spec(model, spec.model_id)
     if len(spec.layers) != len(traced.layers):
         raise PluginError(
-            f"{spec.model_id}: the spec has {len(spec.layers)} layers and the model makes {len(traced.layers)} caches."
+            f"{spec.model_id}: the spec has {len(spec.layers)} layers and the model makes "
+            f"{len(traced.layers)} caches."
         )
     pairs: zip[tuple[LayerSpec, LayerSpec]] = zip(spec.layers, traced.layers, strict=True)
     for index, (found, needed) in enumerate(pairs):
         if found != needed:
-            raise PluginError(f"{spec.model_id}, layer {index}: the spec says {found}; the model makes {needed}.")
+            raise PluginError(
+                f"{spec.model_id}, layer {index}: the spec says {found}; the model makes {needed}."
+            )
     return spec.with_dtype(traced.dtype)
 
 
-def provided_spec(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
-    """The providers' spec of a model, not yet compared with it; None: no provider describes it.
+def provided_spec(
+    manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str
+) -> ModelCacheSpec | None:
+    """The providers' spec of a model, not yet compared with it. Returns None if no provider
+    describes the model.
 
-    Raises PluginError that names a provider which raises or returns something else, and the SpecError of one that cannot describe
-    the model.
+    Raises PluginError that names a provider which raises or returns something else, and the
+    SpecError of one that cannot describe the model.
     """
+    given = {"model": model, "config": config, "model_id": model_id}
     try:
-        found = manager.hook.model_cache_spec(model=model, config=config, model_id=model_id)
+        found: Any = manager.hook.model_cache_spec(**given)
     except SpecError as error:
-        plugin = _raiser(manager, error)
-        if plugin is None or (inspect.ismodule(plugin) and plugin.__name__.startswith(f"{PACKAGE}.")):
-            # A bundled provider needs no name.
+        provider = _provider_of(manager, given)
+        if inspect.ismodule(provider) and provider.__name__.startswith(f"{PACKAGE}."):
+            # Users cannot fix a bundled provider, so it is not named.
             raise
-        raise SpecError(f"{str(error).rstrip('.')}. Raised by {name_of(manager, plugin)}.") from error
+        raise SpecError(
+            f"{str(error).rstrip('.')}. Raised by {_source(manager, provider)}."
+        ) from error
     except BlockpoolError:
         raise
     except Exception as error:
         # Code from anywhere may raise anything.
+        source = _source(manager, _provider_of(manager, given))
+        text = f"{source} raised {type(error).__name__}: {error}. Fix or uninstall it."
+        raise PluginError(f"{model_id}: {text}") from error
+    if found is not None and (problem := _problem_with(found)) is not None:
+        source = _source(manager, _provider_of(manager, given))
         raise PluginError(
-            f"{model_id}: {_culprit(manager, error)} raised {type(error).__name__}: {error}. Fix or uninstall it."
-        ) from error
-    problem = None if found is None else _problem_with(found)
-    if problem is not None:
-        raise PluginError(
-            f"{model_id}: {_source(manager, model, config, model_id)} returned {problem} instead of a ModelCacheSpec or None."
+            f"{model_id}: {source} returned {problem} instead of a ModelCacheSpec or None."
         )
-    assert found is None or isinstance(found, ModelCacheSpec)
-    return found
+    return cast(ModelCacheSpec | None, found)
 
 
-def source_factories(model: Any, config: dict[str, Any], manager: pluggy.PluginManager | None = None) -> list[SourceFactory]:
-    """What plugins offer to draft with for a loaded model.
-
-    Raises PluginError that names a plugin which raises or returns something else.
+def _provider_of(manager: pluggy.PluginManager, given: dict[str, Any]) -> Any:
+    """The first plugin that raises or answers when it is called by itself, as errors of the
+    whole call do not name one.
     """
-    manager = manager or make_plugin_manager()
-    given = {"model": model, "config": config}
-    found: list[SourceFactory] = []
-    for impl in reversed(manager.hook.draft_sources.get_hookimpls()):
-        name = name_of(manager, impl.plugin)
-        try:
-            factories: list[Any] = list(impl.function(*(given[argument] for argument in impl.argnames)) or ())  # type: ignore[call-overload]
-        except Exception as error:
-            # As in provided_spec().
-            raise PluginError(f"{name} raised {type(error).__name__}: {error}, in draft_sources. Fix or uninstall it.") from error
-        for factory in factories:
-            if not callable(factory):
-                raise PluginError(f"{name} returned a {type(factory).__name__} among its draft sources instead of a function.")
-        found += factories
-    return found
+    for impl in manager.hook.model_cache_spec.get_hookimpls()[::-1]:
+        if not _is_wrapper(impl):
+            names = [name for name in (*impl.argnames, *impl.kwargnames) if name in given]
+            try:
+                found: Any = impl.function(**{name: given[name] for name in names})
+            except Exception:
+                return impl.plugin
+            if found is not None:
+                return impl.plugin
+    return None
+
+
+def _source(manager: pluggy.PluginManager, provider: Any) -> str:
+    """The names of a provider and of the hook wrappers around it."""
+    wrappers = [
+        name_of(manager, impl.plugin)
+        for impl in manager.hook.model_cache_spec.get_hookimpls()
+        if _is_wrapper(impl)
+    ]
+    named = [] if provider is None else [name_of(manager, provider)]
+    return ", wrapped by ".join(named + wrappers)
+
+
+def _is_wrapper(impl: pluggy.HookImpl) -> bool:
+    return impl.wrapper or impl.hookwrapper
 
 
 def name_of(manager: pluggy.PluginManager, plugin: Any) -> str:
@@ -163,16 +186,23 @@ def _load(point: EntryPoint) -> None:
         point.load()
     except Exception as error:
         # Code from anywhere, as in provided_spec().
-        dist = f"{point.dist.name} {point.dist.version}" if point.dist else "An unknown distribution"
+        dist = (
+            f"{point.dist.name} {point.dist.version}" if point.dist else "An unknown distribution"
+        )
         raise PluginError(
             f"{dist}: entry point {point.name} = {point.value} in group {GROUP} does not load: "
             f"{type(error).__name__}: {error}. Fix or uninstall it."
         ) from error
 
 
-def _described(found: ModelCacheSpec | None, model_id: str) -> ModelCacheSpec:
+def _described(
+    manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str
+) -> ModelCacheSpec:
+    found = provided_spec(manager, model, config, model_id)
     if found is None:
-        raise SpecError(f"{model_id}: no provider describes this model. Install a plugin that does.")
+        raise SpecError(
+            f"{model_id}: no provider describes this model. Install a plugin that does."
+        )
     return found
 
 
@@ -180,48 +210,19 @@ def _problem_with(found: Any) -> str | None:
     if not isinstance(found, ModelCacheSpec):
         return type(found).__name__
     if not isinstance(found.layers, tuple):
-        return f"a spec whose layers are a {type(found.layers).__name__} and no tuple"
+        return f"a spec whose layers are a {type(found.layers).__name__}, not a tuple"
     if found.bits is not None:
         return "a spec of quantised blocks (leave out bits=: pools choose them)"
-    wrong = list(_no_layers(found.layers))
-    return f"a spec with {wrong[0]!r} for a layer" if wrong else None
+    return next(filter(None, map(_problem_with_layer, found.layers)), None)
 
 
-def _no_layers(layers: Any) -> Iterator[Any]:
-    """The entries among layers and their parts that are no LayerSpec."""
-    if not isinstance(layers, tuple):
-        yield layers
-        return
-    for layer in layers:
-        if isinstance(layer, CompositeLayer):
-            yield from _no_layers(layer.parts)
-        elif not isinstance(layer, FullLayer | StateLayer):
-            yield layer
-
-
-def _source(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> str:
-    """The provider whose spec was used. pluggy does not name it, so each provider is called again by itself."""
-    given = {"model": model, "config": config, "model_id": model_id}
-    for impl in reversed(manager.hook.model_cache_spec.get_hookimpls()):
-        try:
-            if impl.function(*(given[name] for name in impl.argnames)) is not None:
-                return name_of(manager, impl.plugin)
-        except Exception:
-            break
-    return "a provider"
-
-
-def _culprit(manager: pluggy.PluginManager, error: BaseException) -> str:
-    """The plugin that raised an error, and the line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    plugin = _raiser(manager, error)
-    line = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "no file"
-    return f"a provider ({line})" if plugin is None else f"{name_of(manager, plugin)}, at {line},"
-
-
-def _raiser(manager: pluggy.PluginManager, error: BaseException) -> Any:
-    """The plugin whose hook raised an error, or None."""
-    impls = manager.hook.model_cache_spec.get_hookimpls()
-    codes = {getattr(impl.function, "__code__", None): impl.plugin for impl in impls}
-    passed = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-    return next((codes[code] for code in passed if code in codes), None)
+def _problem_with_layer(layer: Any) -> str | None:
+    if not isinstance(layer, CompositeLayer):
+        return (
+            None
+            if isinstance(layer, FullLayer | StateLayer)
+            else f"a spec with {layer!r} for a layer"
+        )
+    if not isinstance(layer.parts, tuple):
+        return f"a spec with a composite layer whose parts are {layer.parts!r}, not a tuple"
+    return next(filter(None, map(_problem_with_layer, layer.parts)), None)

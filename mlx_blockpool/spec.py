@@ -1,7 +1,7 @@
 """The shapes of one model's caches, and their sizes in bytes.
 
 Knows layer kinds, shapes and arithmetic. Does not know mlx, models or pools.
-A provider (see hookspecs) makes a ModelCacheSpec; everything else reads it.
+A provider (see hooks) makes a ModelCacheSpec; everything else reads it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,58 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from .config import GROUP_SIZES, KVBits
-from .dtypes import bytes_of
 from .errors import SpecError
 
 BLOCK_TOKENS = 256
 
-# Of keys and values.
+# mlx's name -> the name in safetensors files.
+SAFETENSORS = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+}
+_MLX = {name: mlx for mlx, name in SAFETENSORS.items()}
+
+
+def bytes_of(dtype: str) -> int:
+    """Bytes of one element, by any of the names."""
+    return int("".join(filter(str.isdigit, dtype)) or 8) // 8
+
+
+# By the names in safetensors files.
+ITEM_BYTES = {name: bytes_of(name) for name in SAFETENSORS.values()}
+
+
+def safetensors_name(dtype: Any) -> str:
+    """The name of an mx.Dtype in safetensors files.
+
+    Raises KeyError for a type that they do not have (complex64).
+    """
+    return SAFETENSORS[str(dtype).rpartition(".")[2]]
+
+
+def numpy_name(safetensors: str) -> str:
+    """The numpy type for such elements; uint16 for the bits of BF16.
+
+    Raises KeyError for other names.
+    """
+    return "uint16" if safetensors == "BF16" else _MLX[safetensors]
+
+
+# Bytes of the types that keys and values may have.
 DTYPE_BYTES = {name: bytes_of(name) for name in ("float32", "float16", "bfloat16")}
 
 
@@ -65,7 +108,9 @@ class WindowLayer(FullLayer):
 
 @dataclass(frozen=True)
 class ChunkLayer(FullLayer):
-    """Keys and values of every token, of which a chunk of `chunk_size` is read; a prefix can be resumed at any token."""
+    """Keys and values of every token, of which a chunk of `chunk_size` is read; a prefix can be
+    resumed at any token.
+    """
 
     kind: ClassVar[str] = "chunk"
     chunk_size: int
@@ -96,7 +141,10 @@ LayerSpec: TypeAlias = "FullLayer | WindowLayer | ChunkLayer | StateLayer | Comp
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Equal leaves: one block id addresses the same 256 tokens in each. `layers`: their places in spec.leaves."""
+    """Equal leaves: one block id addresses the same 256 tokens in each.
+
+    `layers`: their places in spec.leaves.
+    """
 
     layer: FullLayer
     layers: tuple[int, ...]
@@ -109,15 +157,21 @@ class LayerGroup:
     @property
     def name(self) -> str:
         window = f" {self.layer.max_size}" if isinstance(self.layer, WindowLayer) else ""
-        dims = f"{self.layer.key_dim}" + ("" if self.layer.key_dim == self.layer.value_dim else f"/{self.layer.value_dim}")
-        return f"{self.layer.kind}{window} x{len(self.layers)} ({self.layer.kv_heads} heads, dim {dims})"
+        dims = f"{self.layer.key_dim}" + (
+            "" if self.layer.key_dim == self.layer.value_dim else f"/{self.layer.value_dim}"
+        )
+        return (
+            f"{self.layer.kind}{window} x{len(self.layers)} ({self.layer.kv_heads} heads, dim "
+            f"{dims})"
+        )
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes as all ranks of a group count them, the most that any of them has: then all have as many blocks, and evict the same.
+    """Bytes as all ranks of a group count them: the most of any rank, so that all have the same
+    blocks and evict the same ones.
 
-    kinds:   the kind of each layer group, in the order that all ranks have them in.
+    kinds:   the kind of each layer group, in the order that is the same on all ranks.
     blocks:  the bytes of a block of each.
     state:   the bytes of the states of one sequence.
     """
@@ -137,10 +191,13 @@ class ModelCacheSpec:
     """The caches of one model: `layers` has one entry per cache that mlx-lm makes, in order.
 
     dtype:       of keys and values in memory: float32, float16 or bfloat16.
-    batches:     whether a batch gives the replies that each sequence gives alone; if not, the model never runs several.
+    batches:     whether a batch gives the same replies as each sequence by itself; if not, the
+                 model runs one at a time.
     max_kv_size: mlx-lm's option that bounds full layers, which are windows then.
-    bits:        how blocks hold keys and values; None: in `dtype`. Providers leave it None. States are never quantised.
-    counted:     in a group of ranks, what its blocks and states are counted with. Providers leave it None.
+    bits:        how blocks store keys and values; None: in `dtype`. Providers leave it None. States
+                 are never quantised.
+    counted:     in a group of ranks, the sizes that its blocks and states are counted with.
+                 Providers leave it None.
 
     Sizes are bytes, as blocks hold them.
     """
@@ -155,7 +212,10 @@ class ModelCacheSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise SpecError(f"{self.model_id}: dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}.")
+            raise SpecError(
+                f"{self.model_id}: dtype must be one of {', '.join(sorted(DTYPE_BYTES))} (got "
+                f"{self.dtype!r})"
+            )
         if not self.layers:
             raise SpecError(f"{self.model_id}: a spec needs at least one layer.")
 
@@ -166,7 +226,9 @@ class ModelCacheSpec:
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of the leaves that are kept in blocks, in order of their first leaf, or in the order of all ranks."""
+        """Groups of the leaves whose caches are in blocks, in order of their first leaf, or in
+        the order of all ranks.
+        """
         members: dict[FullLayer, list[int]] = {}
         for index, layer in enumerate(self.leaves):
             # A model may make caches that it never uses.
@@ -180,22 +242,26 @@ class ModelCacheSpec:
 
     @property
     def needs_checkpoints(self) -> bool:
-        """True if a prefix can be resumed only where its windows and states were kept."""
+        """True if a prefix can be resumed only where its windows and states were stored."""
         return any(isinstance(leaf, WindowLayer | StateLayer) for leaf in self.leaves)
 
     def forms(self, layer: FullLayer) -> tuple[Form | None, Form | None]:
-        """How blocks hold the keys and the values of a layer; None: in `dtype`."""
+        """How blocks store the keys and the values of a layer; None: in `dtype`."""
         if self.bits is None:
             return None, None
         group_size = self.bits.group_size
-        return form_of(layer.key_dim, self.bits.keys, group_size), form_of(layer.value_dim, self.bits.values, group_size)
+        return form_of(layer.key_dim, self.bits.keys, group_size), form_of(
+            layer.value_dim, self.bits.values, group_size
+        )
 
     def bytes_per_token_per_layer(self, leaf: LayerSpec) -> int:
         """Keys and values of one token in one leaf."""
         if not isinstance(leaf, FullLayer):
             return 0
         rows = zip((leaf.key_dim, leaf.value_dim), self.forms(leaf), strict=True)
-        return leaf.kv_heads * sum(_row_bytes(dim, DTYPE_BYTES[self.dtype], form) for dim, form in rows)
+        return leaf.kv_heads * sum(
+            _row_bytes(dim, DTYPE_BYTES[self.dtype], form) for dim, form in rows
+        )
 
     def bytes_per_block_per_layer(self, leaf: LayerSpec) -> int:
         return BLOCK_TOKENS * self.bytes_per_token_per_layer(leaf)
@@ -208,7 +274,9 @@ class ModelCacheSpec:
 
     def bytes_per_token(self) -> int:
         """What one more token takes once every window is full."""
-        growing = (leaf for leaf in self.leaves if isinstance(leaf, FullLayer) and leaf.max_blocks is None)
+        growing = (
+            leaf for leaf in self.leaves if isinstance(leaf, FullLayer) and leaf.max_blocks is None
+        )
         return sum(map(self.bytes_per_token_per_layer, growing))
 
     def fixed_bytes_per_agent(self) -> int:
@@ -219,31 +287,59 @@ class ModelCacheSpec:
 
     def bytes_per_checkpoint(self) -> int:
         """What one checkpoint takes at most: full windows and states; 0: prefixes need none."""
-        windows = (self.bytes_per_block(g) * g.layer.max_blocks for g in self.groups if g.layer.max_blocks is not None)
+        windows = (
+            self.bytes_per_block(g) * g.layer.max_blocks
+            for g in self.groups
+            if g.layer.max_blocks is not None
+        )
         return sum(windows) + self.fixed_bytes_per_agent()
 
     def blocks(self, tokens: int, leaf: LayerSpec) -> int:
         """Blocks that one leaf holds for a sequence of `tokens` tokens."""
         if not isinstance(leaf, FullLayer):
             return 0
-        return blocks_for(tokens) if leaf.max_blocks is None else min(blocks_for(tokens), leaf.max_blocks)
+        return (
+            blocks_for(tokens)
+            if leaf.max_blocks is None
+            else min(blocks_for(tokens), leaf.max_blocks)
+        )
 
     def bytes_per_agent(self, tokens: int) -> int:
         """What one sequence of `tokens` tokens takes, in whole blocks, nothing shared."""
-        return self.fixed_bytes_per_agent() + sum(self.blocks(tokens, e) * self.bytes_per_block_per_layer(e) for e in self.leaves)
+        return self.fixed_bytes_per_agent() + sum(
+            self.blocks(tokens, e) * self.bytes_per_block_per_layer(e) for e in self.leaves
+        )
 
     def fingerprint(self) -> str:
         """32 hex digits that name the shapes, dtypes and forms of the caches, but not the model."""
-        content: list[object] = [BLOCK_TOKENS, self.dtype, [[layer.kind, asdict(layer)] for layer in self.layers]]
+        content: list[object] = [
+            BLOCK_TOKENS,
+            self.dtype,
+            [[layer.kind, asdict(layer)] for layer in self.layers],
+        ]
         if self.bits is not None:
-            content.append([self.forms(leaf) for leaf in self.leaves if isinstance(leaf, FullLayer)])
-        return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+            content.append(
+                [self.forms(leaf) for leaf in self.leaves if isinstance(leaf, FullLayer)]
+            )
+        return hashlib.blake2b(
+            json.dumps(content, sort_keys=True).encode(), digest_size=16
+        ).hexdigest()
 
     def kinds(self) -> str:
-        """What must be alike in the parts of one model that the ranks of a group have, whatever the number of layers."""
+        """What must be alike in the parts of one model that the ranks of a group have, whatever
+        the number of layers.
+        """
         groups = sorted(group.kind for group in self.groups)
         has_states = any(isinstance(leaf, StateLayer) for leaf in self.leaves)
-        return json.dumps([groups, has_states, self.dtype, self.batches, self.max_kv_size, repr(self.bits)])
+        return json.dumps(
+            [groups, has_states, self.dtype, self.batches, self.max_kv_size, repr(self.bits)]
+        )
+
+    def name_on_all_ranks(self) -> str:
+        """A name of the caches that is the same on all ranks of a group, whose parts of a model
+        may have other fingerprints.
+        """
+        return self.fingerprint() if self.counted is None else self.kinds()
 
     def with_dtype(self, dtype: str) -> ModelCacheSpec:
         return replace(self, dtype=dtype, counted=None)
@@ -251,24 +347,36 @@ class ModelCacheSpec:
     def with_windows(self, max_kv_size: int, keep: int) -> ModelCacheSpec:
         """The same model with windows of `max_kv_size` tokens in place of full layers."""
         layers = tuple(
-            WindowLayer(layer.kv_heads, layer.key_dim, layer.value_dim, max_kv_size, keep) if type(layer) is FullLayer else layer
+            WindowLayer(layer.kv_heads, layer.key_dim, layer.value_dim, max_kv_size, keep)
+            if type(layer) is FullLayer
+            else layer
             for layer in self.layers
         )
         return replace(self, layers=layers, max_kv_size=max_kv_size, counted=None)
 
     def with_bits(self, bits: KVBits | None) -> ModelCacheSpec:
-        """The same model with blocks of `bits`; its own `bits` are None if nothing of it can be quantised that way."""
+        """The same model with blocks of `bits`; its own `bits` are None if nothing of it can be
+        quantised that way.
+        """
         if bits == self.bits:
             return self
         found = replace(self, bits=bits, counted=None)
-        return found if any(form for group in found.groups for form in found.forms(group.layer)) else replace(found, bits=None)
+        return (
+            found
+            if any(form for group in found.groups for form in found.forms(group.layer))
+            else replace(found, bits=None)
+        )
 
 
 def form_of(dim: int, bits: int | None, group_size: int) -> Form | None:
-    """How rows of `dim` values are quantised: in groups of `group_size`, or of 32 if only that divides them; else not at all."""
+    """How rows of `dim` values are quantised: in groups of `group_size`, or of 32 if only that
+    divides `dim`; None if not.
+    """
     if bits is None or not dim:
         return None
-    return next((Form(bits, size) for size in (group_size, min(GROUP_SIZES)) if dim % size == 0), None)
+    return next(
+        (Form(bits, size) for size in (group_size, min(GROUP_SIZES)) if dim % size == 0), None
+    )
 
 
 def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:
@@ -282,4 +390,8 @@ def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:
 
 def _row_bytes(dim: int, dtype_bytes: int, form: Form | None) -> int:
     """Keys or values of one head and token; scales and biases have the model's dtype."""
-    return dim * dtype_bytes if form is None else dim * form.bits // 8 + 2 * dtype_bytes * (dim // form.group_size)
+    return (
+        dim * dtype_bytes
+        if form is None
+        else dim * form.bits // 8 + 2 * dtype_bytes * (dim // form.group_size)
+    )

@@ -1,1 +1,1 @@
-"""The bundled architecture providers, one module each. Shipped as the package mlx_blockpool_plugins."""
+"""The bundled plugins, one module each. Shipped as the package mlx_blockpool_plugins."""

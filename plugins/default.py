@@ -1,4 +1,5 @@
-"""The provider of last resort: runs the model once, unevaluated, and reads the shapes of its caches.
+"""The provider for every model of mlx-lm: runs the model once, unevaluated, and reads the shapes of
+its caches.
 
 Parameters stay lazy, so a full-size model costs kilobytes and a tenth of a second.
 """
@@ -11,14 +12,21 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_blockpool.errors import SpecError
-from mlx_blockpool.hookspecs import hookimpl
-from mlx_blockpool.spec import ChunkLayer, CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
+from mlx_blockpool.hooks import hookimpl
+from mlx_blockpool.spec import (
+    ChunkLayer,
+    CompositeLayer,
+    FullLayer,
+    LayerSpec,
+    ModelCacheSpec,
+    StateLayer,
+    WindowLayer,
+)
 
 from . import shapes
-from .config_layers import dtype_of
 
-# Models that give other replies in a batch of long prompts: their sparse attention chooses blocks of keys by place in the cache,
-# which padding moves.
+# Models whose replies differ in a batch of long prompts: their sparse attention chooses blocks of
+# keys by position in the cache, which padding shifts.
 ALONE = ("minimax_m3_vl",)
 
 
@@ -30,10 +38,16 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
         raise SpecError(f"{model_id}: the config has no model_type.")
     config = copy.deepcopy(config)  # mlx-lm's ModelArgs write into it
     try:
-        model = shapes.build(config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpecError(f"{model_id}: mlx-lm cannot build a model from this config: {error}") from error
-    return trace(model, model_id).with_dtype(dtype_of(config))
+        return trace(shapes.build(config), model_id).with_dtype(shapes.dtype_of(config))
+    except SpecError:
+        raise
+    except Exception as error:
+        # mlx-lm's code for a config.json from anywhere may raise anything. Its own ValueErrors are
+        # sentences.
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise SpecError(
+            f"{model_id}: mlx-lm cannot build a model from this config: {why}"
+        ) from error
 
 
 def trace(model: Any, model_id: str) -> ModelCacheSpec:
@@ -41,18 +55,22 @@ def trace(model: Any, model_id: str) -> ModelCacheSpec:
 
     Raises SpecError for a cache class that mlx-lm 0.32 does not have.
     """
-    upstream = shapes.cache_module(model)
+    # It takes a second to import, which commands without a model do not wait for.
+    from mlx_lm.models import cache as upstream
+
     caches = upstream.make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     leaves = [leaf for c in caches for leaf in getattr(c, "caches", (c,))]
     dtypes = [leaf.keys.dtype for leaf in leaves if getattr(leaf, "keys", None) is not None]
     dtype = str(dtypes[0]).removeprefix("mlx.core.") if dtypes else "float16"
     batches = type(model).__module__.rpartition(".")[2] not in ALONE
-    return ModelCacheSpec(model_id, tuple(_layer(c, upstream, model_id) for c in caches), dtype, batches)
+    return ModelCacheSpec(
+        model_id, tuple(_layer(c, upstream, model_id) for c in caches), dtype, batches
+    )
 
 
 def _layer(cache: Any, upstream: Any, model_id: str) -> LayerSpec:
-    # Exact types: a subclass may keep its content elsewhere.
+    # Exact types: a subclass may store its content elsewhere.
     kind = type(cache)
     if kind is upstream.KVCache:
         return FullLayer(*_dims(cache))
@@ -62,11 +80,13 @@ def _layer(cache: Any, upstream: Any, model_id: str) -> LayerSpec:
         return ChunkLayer(*_dims(cache), cache.chunk_size)
     if kind is upstream.ArraysCache:
         arrays = (a for a in cache.cache if a is not None)
-        return StateLayer(tuple((tuple(a.shape), str(a.dtype).removeprefix("mlx.core.")) for a in arrays))
+        return StateLayer(
+            tuple((tuple(a.shape), str(a.dtype).removeprefix("mlx.core.")) for a in arrays)
+        )
     if kind is upstream.CacheList:
         return CompositeLayer(tuple(_layer(c, upstream, model_id) for c in cache.caches))
     raise SpecError(
-        f"{model_id}: no layer kind has the cache class {shapes.module_of(kind)}.{kind.__name__}. "
+        f"{model_id}: no layer kind has the cache class {kind.__module__}.{kind.__name__}. "
         "Serve the model with mlx-lm's own caches, or install a plugin that describes it."
     )
 

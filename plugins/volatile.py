@@ -1,25 +1,24 @@
-"""Normalisers for what changes in prompts of agents from one request to the next."""
+"""Normalisers for the parts of agents' prompts that change from one request to the next."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 
-from mlx_blockpool.hookspecs import hookimpl
-from mlx_blockpool.messages import SYSTEM, Message, Normaliser, Replayed, Replies, map_text
+from mlx_blockpool.hooks import SYSTEM, Message, Normaliser, Replayed, Replies, hookimpl, map_text
 
-# A line for the servers of a client's vendor. Claude Code's changes from one conversation to the next.
-VENDOR_HEADER = re.compile(r"^[ \t]*x-anthropic-billing-header[ \t]*:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
+from .dates import statements
+
+# A line for the servers of a client's vendor. Claude Code's changes from one conversation to the
+# next.
+VENDOR_HEADER = re.compile(
+    r"^[ \t]*x-anthropic-billing-header[ \t]*:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE
+)
 # Lines of clients' own book-keeping.
 BOOKKEEPING = re.compile(
-    r"^[ \t]*(?:x-anthropic-billing-header|x-request-id|(?:request|session|trace|conversation)[ _-]?id|nonce)"
+    r"^[ \t]*(?:x-anthropic-billing-header|x-request-id|(?:request|session|trace|conversation)[ "
+    r"_-]?id|nonce)"
     r"[ \t]*[:=].*(?:\n|\Z)",
-    re.IGNORECASE | re.MULTILINE,
-)
-DATE = re.compile(
-    r"^[ \t]*(?:today's date(?: is)?|(?:the )?current (?:date|time|date and time)(?: is)?|date)"
-    # No two parts match the same blanks, so that the time is proportional to the line.
-    r"(?:[ \t]*:)?[ \t][^\d\n]*\d.*(?:\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
 # Characters of a text that are searched at a time; at least a line.
@@ -31,25 +30,30 @@ def prompt_normalisers() -> list[Normaliser]:
     return [
         Normaliser(
             "vendor-header",
-            "Lines of the system prompt that begin with x-anthropic-billing-header:, which a client addresses to its vendor's "
+            "Lines of the system prompt that begin with x-anthropic-billing-header:, which a "
+            "client addresses to its vendor's "
             "servers and not to the model, are left out.",
             drop_vendor_header,
             is_default=True,
         ),
         Normaliser(
             "bookkeeping",
-            "Lines of the system prompt that begin with x-anthropic-billing-header:, nonce: or a request, session, trace or "
+            "Lines of the system prompt that begin with x-anthropic-billing-header:, nonce: or a "
+            "request, session, trace or "
             "conversation id are left out.",
             drop_bookkeeping,
         ),
         Normaliser(
             "date",
-            "Lines of the system prompt that give the date or time are moved to the beginning of the first user message.",
+            "Lines and sentences of the system prompt that state today's date or the time, and "
+            "nothing else, are moved to the "
+            "beginning of the first user message.",
             move_dates,
         ),
         Normaliser(
             "replay",
-            "Assistant messages that this server has generated are put back as they were sampled, token for token, with their "
+            "Assistant messages that this server has generated are put back as they were sampled, "
+            "token for token, with their "
             "thinking and the tool calls as they were written.",
             replay,
         ),
@@ -66,7 +70,10 @@ def _without_vendor_header(text: str) -> str:
 
 
 def drop_bookkeeping(messages: Sequence[Message], replies: Replies) -> list[Message]:
-    return [map_text(m, lambda text: _sub(BOOKKEEPING, text)) if m.get("role") in SYSTEM else m for m in messages]
+    return [
+        map_text(m, lambda text: _sub(BOOKKEEPING, text)) if m.get("role") in SYSTEM else m
+        for m in messages
+    ]
 
 
 def _sub(lines: re.Pattern[str], text: str) -> str:
@@ -74,7 +81,9 @@ def _sub(lines: re.Pattern[str], text: str) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A long text in pieces of whole lines: other threads wait while a pattern is searched."""
+    """A long text in pieces of whole lines, because other threads wait while a pattern is
+    searched.
+    """
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE) + 1 or len(text)
@@ -86,8 +95,15 @@ def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
     moved: list[str] = []
 
     def take(text: str) -> str:
-        moved.extend(found.group().strip() for piece in _pieces(text) for found in DATE.finditer(piece))
-        return _sub(DATE, text)
+        left = []
+        for piece in _pieces(text):
+            at = 0
+            for start, end in statements(piece):
+                left.append(piece[at:start])
+                moved.append(piece[start:end].strip())
+                at = end
+            left.append(piece[at:])
+        return "".join(left)
 
     changed = [map_text(m, take) if m.get("role") in SYSTEM else m for m in messages]
     # The first user message stays at its place, and so does everything after it.
@@ -100,7 +116,10 @@ def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
 
 def replay(messages: Sequence[Message], replies: Replies) -> list[Message]:
     sampled = replies.sampled(messages)
-    return [Replayed.of(message, sampled[i]) if i in sampled else message for i, message in enumerate(messages)]
+    return [
+        Replayed(message, sampled[i]) if i in sampled else message
+        for i, message in enumerate(messages)
+    ]
 
 
 def _put_before(text: str, message: Message) -> Message:

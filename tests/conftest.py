@@ -1,4 +1,4 @@
-"""Fixtures that several rooms' tests share."""
+"""Fixtures of the tests of several packages."""
 
 from __future__ import annotations
 
@@ -13,51 +13,89 @@ import pytest
 from forks import fork_prompt_workers, share_forks
 from hypothesis import HealthCheck, settings
 from store.clock import Clock
-from thorough import is_thorough, mark_samples
+from thorough import TRIES, choose, mark_samples
 
 # No test may look for a model or a cache outside of what it made.
 os.environ["HF_HUB_OFFLINE"] = "1"
 CACHES = tempfile.TemporaryDirectory(prefix="mlx-blockpool-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHES.name
-# Without bytecode on disk each process would compile what it imports, and each run would rewrite the tests' asserts.
+# Without bytecode on disk each process would compile what it imports, and each run would rewrite
+# the tests' asserts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Whoever runs the tests in the background or under nohup has these ignored, and all programs of the tests would ignore them too.
+# Whoever runs the tests in the background or under nohup has these ignored, and all programs of the
+# tests would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# mlx hands each operation on the CPU to a thread of its own.
+# A run takes less processor time where a woken thread does not interrupt the one that runs.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 # How fast a shared machine is at the moment says nothing about the code.
-settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shared machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--clients", action="store_true", help="Run real clients from package registries against the server.")
-    parser.addoption("--thorough", action="store_true", help="Try everything on all there is instead of on a sample.")
+    parser.addoption(
+        "--clients",
+        action="store_true",
+        help="Run real clients from package registries against the server.",
+    )
+    tries = parser.getgroup("general")
+    tries.addoption(
+        "--thorough",
+        dest="tries",
+        action="store_const",
+        const="thorough",
+        help="Try a fourth of all there is.",
+    )
+    tries.addoption(
+        "--exhaustive",
+        dest="tries",
+        action="store_const",
+        const="exhaustive",
+        help="Try all there is.",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "thorough: what runs only, or tries more, with --thorough.")
-    config.addinivalue_line("markers", "sampled: without --thorough a few of the cases are enough.")
-    if config.getoption("--thorough"):
-        # How much a property is tried is decided where its test is defined, before any fixture: see thorough.py.
-        os.environ["BLOCKPOOL_THOROUGH"] = "1"
+    config.addinivalue_line(
+        "markers", "thorough: what runs only, or tries more, in runs that are not quick."
+    )
+    config.addinivalue_line("markers", "sampled: in a quick run a few of the cases are enough.")
+    config.addinivalue_line(
+        "markers",
+        "server(options, ...): what the fixture `server` runs: see tests/server/conftest.py.",
+    )
+    if tries := config.getoption("tries"):
+        # How much a property is tried is decided where its test is defined, before any fixture: see
+        # thorough.py.
+        os.environ[TRIES] = tries
     if config.getoption("tx", None):
         # The processes that run the tests have it in common.
         share_forks()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: some tests wait for what a server or a disk does."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+    """Two more than there are cores: some tests wait for what a server or a disk does."""
+    return (
+        len(os.sched_getaffinity(0)) + 2
+        if hasattr(os, "sched_getaffinity")
+        else (os.cpu_count() or 1) + 2
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_samples(items)
-    if not is_thorough():
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    chosen = choose(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
     for item in items:
         if item.get_closest_marker("thorough") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
@@ -83,7 +121,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def leave_out_of_collections() -> None:
-    """Exclude what exists now from collections of garbage: a server makes one whenever it loads or unloads a model."""
+    """Exclude what exists now from collections of garbage: a server makes one whenever it loads
+    or unloads a model.
+    """
     gc.collect()
     gc.freeze()
 

@@ -1,7 +1,9 @@
-"""Programs in processes of their own without their imports each time: forks of a process that has imported much.
+"""Programs in processes of their own without their imports each time: forks of a process that has
+imported much.
 
-A program is what `python -c code arguments...` runs. It has its own output, environment, signals and exit status, as one that
-subprocess.Popen starts, and starts in milliseconds where an import of mlx-lm takes more than a second of the processor.
+A program is what `python -c code arguments...` runs. It has its own output, environment, signals
+and exit status, as one that subprocess.Popen starts, and starts in milliseconds where an import of
+mlx-lm takes more than a second of the processor.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 # What `mlx-blockpool serve` imports, and pytest with the plugin's checks.
-IMPORTS = "import mlx_lm.server, mlx_blockpool.cli, mlx_blockpool.server.app, mlx_blockpool.testing.checks, pytest"
+IMPORTS = (
+    "import mlx_lm.server, mlx_blockpool.cli, mlx_blockpool.server.app, "
+    "mlx_blockpool.testing.checks, pytest"
+)
 # Where the process of server_forks() takes orders.
 ADDRESS = "BLOCKPOOL_TEST_FORKS"
 # Forks prompt workers for a connection to an address.
@@ -42,7 +47,10 @@ NUMBER = struct.Struct("<i")
 
 
 class Program:
-    """A running program, with what tests use of subprocess.Popen. `stderr`: None if it goes into a file."""
+    """A running program, with what tests use of subprocess.Popen.
+
+    `stderr`: None if it goes into a file.
+    """
 
     def __init__(self, status: socket.socket, stderr: TextIO | None = None) -> None:
         self._status = status
@@ -112,7 +120,9 @@ class Forks:
             status = self._fork(code, arguments, self._folder, theirs, theirs)
         return Program(status, os.fdopen(read))
 
-    def run(self, code: str, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, code: str, *arguments: str, folder: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             status = Program(self._fork(code, arguments, folder or self._folder, out, err)).wait(60)
@@ -125,9 +135,16 @@ class Forks:
         with open(os.devnull, "w") as out:
             self._fork(code, arguments, self._folder, out, out).close()
 
-    def _fork(self, code: str, arguments: tuple[str, ...], folder: Path, out: TextIO, err: TextIO) -> socket.socket:
+    def _fork(
+        self, code: str, arguments: tuple[str, ...], folder: Path, out: TextIO, err: TextIO
+    ) -> socket.socket:
         status, theirs = socket.socketpair()
-        order = {"code": code, "arguments": arguments, "folder": str(folder), "env": {**os.environ, **self._environment}}
+        order = {
+            "code": code,
+            "arguments": arguments,
+            "folder": str(folder),
+            "env": {**os.environ, **self._environment},
+        }
         with theirs:
             data = json.dumps(order).encode() + b"\n"
             socket.send_fds(self._control, [data], [out.fileno(), err.fileno(), theirs.fileno()])
@@ -140,7 +157,10 @@ class Forks:
 
 @contextlib.contextmanager
 def taking_orders(imports: str, folder: Path, **environment: str) -> Iterator[str]:
-    """The address of a process that has run the statements `imports`. It ends with the block, and its programs continue."""
+    """The address of a process that has run the statements `imports`.
+
+    It ends with the block, and its programs continue.
+    """
     with tempfile.TemporaryDirectory() as own, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{own}/forks")
         # Orders wait until it has imported everything.
@@ -154,7 +174,9 @@ sys.path.pop()
 fork_programs({listener.fileno()})
 """
         command, env = [sys.executable, "-c", code], {**os.environ, **environment}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=env, cwd=folder)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=env, cwd=folder
+        )
         try:
             yield listener.getsockname()
         finally:
@@ -172,7 +194,9 @@ def forks(imports: str, folder: Path, **environment: str) -> Iterator[Forks]:
 
 
 def share_forks() -> None:
-    """Start the process of server_forks(), for this process and those that it starts from now on."""
+    """Start the process of server_forks(), for this process and those that it starts from now
+    on.
+    """
     started = contextlib.ExitStack()
     os.environ[ADDRESS] = started.enter_context(taking_orders(IMPORTS, Path.cwd()))
     atexit.register(started.close)
@@ -187,7 +211,9 @@ def server_forks() -> Forks:
 
 
 def fork_prompt_workers() -> socket.socket:
-    """The connection to a process that forks prompt workers, as a server starts one, and that ends when it is closed."""
+    """The connection to a process that forks prompt workers, as a server starts one, and that
+    ends when it is closed.
+    """
     with tempfile.TemporaryDirectory() as own, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{own}/workers")
         listener.listen()
@@ -263,7 +289,10 @@ def _run_program(code: str, arguments: list[str], folder: str, env: dict[str, st
 
 
 def _fork_watched(status: int) -> None:
-    """Fork once more and return in the child. The parent sends its id, and its exit status as Popen has it."""
+    """Fork once more and return in the child.
+
+    The parent sends its id, and its exit status as Popen has it.
+    """
     pid = os.fork()
     if pid == 0:
         os.close(status)

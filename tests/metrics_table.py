@@ -1,15 +1,15 @@
 """The table of all metrics, from the code that reports them.
 
-`python tests/metrics_table.py` writes it into the README of the room.
+`python tests/metrics_table.py` writes it into the README of the package.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_blockpool.server.live.metrics import OF_MODELS, OF_SERVER, Figure
+from mlx_blockpool.server.watch.metrics import OF_MODELS, OF_SERVER, Figure
 
-DOCUMENT = Path(__file__).parent.parent / "mlx_blockpool/server/live/README.md"
+DOCUMENT = Path(__file__).parent.parent / "mlx_blockpool/server/watch/README.md"
 BEGIN, END = "<!-- metrics -->\n", "<!-- end of metrics -->\n"
 COMMAND = ".venv/bin/python tests/metrics_table.py"
 
@@ -21,12 +21,20 @@ def render() -> str:
     return "\n".join([*lines, "", ""])
 
 
+def shown_name(figure: Figure) -> str:
+    """The name under which queries find a metric."""
+    return f"{figure.name}_total" if figure.kind == "counter" else figure.name
+
+
 def row(figure: Figure, labels: tuple[str, ...]) -> str:
-    return f"| `{figure.shown_name}` | {figure.kind} | {', '.join(f'`{label}`' for label in labels)} | {figure.help} |"
+    return (
+        f"| `{shown_name(figure)}` | {figure.kind} | "
+        f"{', '.join(f'`{label}`' for label in labels)} | {figure.help} |"
+    )
 
 
 def in_document() -> str:
-    """The table that stands in the document."""
+    """The table in the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     return text[text.index(BEGIN) + len(BEGIN) : text.index(END)]
 

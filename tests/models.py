@@ -37,7 +37,14 @@ SMALL = {
 GROUPED = {"num_attention_heads": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "model_type": "llama", "num_hidden_layers": 2, "torch_dtype": "float32"},
-    "qwen2": {**SMALL, **GROUPED, "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "torch_dtype": "float32"},
+    "qwen2": {
+        **SMALL,
+        **GROUPED,
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "torch_dtype": "float32",
+    },
     "gemma3_text": {
         **SMALL,
         "model_type": "gemma3_text",
@@ -107,24 +114,36 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
     # Untrained weights give nearly equal logits; wider ones give each prompt its own clear answer.
-    model.update(tree_map(lambda p: mx.random.normal(p.shape) * 0.35 if p.ndim > 1 else p, model.parameters()))
+    model.update(
+        tree_map(
+            lambda p: mx.random.normal(p.shape) * 0.35 if p.ndim > 1 else p, model.parameters()
+        )
+    )
     mx.eval(model.parameters())
     model.eval()
     return model
 
 
 def save_model(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
-    """A model folder that mlx_lm.load and both servers take: weights, config and a tokenizer of single ASCII characters."""
+    """A model folder that mlx_lm.load and both servers take: weights, config and a tokenizer of
+    single ASCII characters.
+    """
     changes = {"vocab_size": character_tokenizer().get_vocab_size(), **changes}
     return write_model(folder, make_model(name, seed, **changes), {**CONFIGS[name], **changes})
 
 
 def write_model(
-    folder: Path, model: Any, config: dict[str, Any], template: str = CHAT_TEMPLATE, tokenizer: Tokenizer | None = None
+    folder: Path,
+    model: Any,
+    config: dict[str, Any],
+    template: str = CHAT_TEMPLATE,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """The folder of a model: weights, config.json, and a tokenizer with a chat template."""
     folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
+    )
     (folder / "config.json").write_text(json.dumps(config))
     (tokenizer or character_tokenizer()).save(str(folder / "tokenizer.json"))
     special = {
@@ -138,7 +157,9 @@ def write_model(
 
 
 def save_endless(folder: Path, seed: int = 0) -> Path:
-    """save_model() of a llama that does not end a reply by itself, where the likeliest token is drawn."""
+    """save_model() of a llama that does not end a reply by itself, where the likeliest token is
+    drawn.
+    """
     save_model(folder, "llama", seed)
     weights = mx.load(str(folder / "model.safetensors"))
     end = character_tokenizer().token_to_id("<|im_end|>")
@@ -150,7 +171,8 @@ def save_endless(folder: Path, seed: int = 0) -> Path:
 
 
 def make_ending(tokenizer: Tokenizer, seed: int = 0) -> Any:
-    """A random phi that ends what it writes: what closes a string, a list or an object, and the end of a turn, is likelier.
+    """A random phi that ends what it writes: what closes a string, a list or an object, and the end
+    of a turn, is likelier.
 
     Of mlx-lm's models phi has biases in its last layer.
     """
@@ -171,7 +193,9 @@ def save_ending(folder: Path, template: str = CHAT_TEMPLATE, seed: int = 0) -> P
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A BPE over all bytes with some merges as JSON has them, and the tokens of thinking and calls: it can write any text."""
+    """A BPE over all bytes with some merges as JSON has them, and the tokens of thinking and
+    calls: it can write any text.
+    """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -180,14 +204,18 @@ def byte_tokenizer() -> Tokenizer:
         '{"name":"value","number":10,"items":[true,false,null]}',
     ]
     alphabet = sorted(ByteLevel.alphabet())
-    tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts, BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
     return tokenizer
 
 
 def character_tokenizer() -> Tokenizer:
-    """A byte-level BPE without merges: what is generated tokenizes back to the same ids, whatever the model says."""
+    """A byte-level BPE without merges: what is generated tokenizes back to the same ids,
+    whatever the model says.
+    """
     # Byte-level BPE writes the space and the newline as these letters.
     alphabet = [chr(c) for c in range(33, 127)] + ["\u0120", "\u010a"]
     tokenizer = Tokenizer(BPE({char: i for i, char in enumerate(alphabet)}, []))

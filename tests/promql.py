@@ -1,4 +1,6 @@
-"""Parses the part of PromQL that the dashboard uses, and says which metrics and labels a query reads."""
+"""Parses the part of PromQL that the dashboard uses, and says which metrics and labels a query
+reads.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ TOKEN = re.compile(r'\s*("[^"]*"|\$?[a-zA-Z_:][\w:]*|\d+(?:\.\d+)?|=~|!~|!=|[-+*
 
 
 class Query:
-    """`metrics`: the names that it reads, each with the labels that it matches or groups by. Raises ValueError for bad ones."""
+    """`metrics`: the names that it reads, each with the labels that it matches or groups by.
+
+    Raises ValueError for bad ones.
+    """
 
     def __init__(self, text: str) -> None:
         self.metrics: dict[str, set[str]] = {}

@@ -1,4 +1,6 @@
-"""config.json of models as their makers publish them: what mlx-lm's ModelArgs reads, and what says how large they are."""
+"""config.json of models as their makers publish them: what mlx-lm's ModelArgs reads, and what
+says how large they are.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ LLAMA_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
-# Leaves out what Gemma's own defaults say: head_dim 256, sliding_window_pattern 6, vocab_size 262208.
+# Leaves out what Gemma's own defaults say: head_dim 256, sliding_window_pattern 6, vocab_size
+# 262208.
 GEMMA_12B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "mm_tokens_per_image": 256,
@@ -47,7 +50,11 @@ GEMMA_12B: dict[str, Any] = {
         "sliding_window": 1024,
     },
     "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+    "vision_config": {
+        "hidden_size": 1152,
+        "model_type": "siglip_vision_model",
+        "num_hidden_layers": 27,
+    },
 }
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -170,7 +177,8 @@ LLAMA4_SCOUT: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-# Of the two CacheList models of 671 billion parameters the one with an indexer: a cache of its own in each layer.
+# Of the two CacheList models of 671 billion parameters the one with an indexer: a cache of its own
+# in each layer.
 DEEPSEEK_V32: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "attention_bias": False,

@@ -1,6 +1,8 @@
-"""Makes the picture of the page in the README: .venv/bin/python tests/screenshot.py (with the extra `browser` and a Chromium).
+"""Makes the picture of the page in the README: .venv/bin/python tests/screenshot.py (with the extra
+`browser` and a Chromium).
 
-The demo model serves mlx_blockpool/demo/five_agents.py, twice: the second time the agents go on from where they were.
+The demo model serves mlx_blockpool/demo/five_agents.py, twice: the second time the agents go on
+from where they were.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from server.processes import process, send
 from server.test_page_in_browser import PROGRAMS
 
 ROOT = Path(__file__).parent.parent
-PICTURE = ROOT / "mlx_blockpool/server/page/picture.png"
+PICTURE = ROOT / "mlx_blockpool/server/watch/page/picture.png"
 WIDTH, HEIGHT = 1440, 1000
 MODEL = "demo"
 # Requests at once that make a good picture.
@@ -27,14 +29,25 @@ RUNNING = 4
 
 def talk(port: int, turns: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "mlx_blockpool.demo.five_agents", "--url", f"http://127.0.0.1:{port}", "--turns", str(turns)]
+        [
+            sys.executable,
+            "-m",
+            "mlx_blockpool.demo.five_agents",
+            "--url",
+            f"http://127.0.0.1:{port}",
+            "--turns",
+            str(turns),
+        ]
     )
 
 
 def take(tab: Any) -> None:
     """Wait until the page shows several running requests, and take its picture."""
     expect(tab.locator("#state")).to_have_text("live")
-    while min(tab.locator(f"{part} .chip-decode").count() for part in ("#running", "#agent-table")) < RUNNING:
+    while (
+        min(tab.locator(f"{part} .chip-decode").count() for part in ("#running", "#agent-table"))
+        < RUNNING
+    ):
         time.sleep(0.02)
     tab.screenshot(path=PICTURE, clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT})
 
@@ -55,7 +68,10 @@ def show(port: int) -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as store, process(Path(MODEL), Path(store), "--preallocate") as (port, server):
+    with (
+        tempfile.TemporaryDirectory() as store,
+        process(Path(MODEL), Path(store), "--preallocate") as (port, server),
+    ):
         # The server's log is a pipe that somebody has to empty.
         drain = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
         show(port)

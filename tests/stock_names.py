@@ -14,7 +14,10 @@ from mlx_blockpool.mlx_lm_compat import StockName, installed
 
 
 def find(path: str) -> Any:
-    """The object at a path of STOCK; None for an attribute that only instances have. Raises AttributeError if it is gone."""
+    """The object at a path of STOCK; None for an attribute that only instances have.
+
+    Raises AttributeError if it is gone.
+    """
     *parents, name = path.split(".")
     owner: Any = _module_of(parents)
     if not isinstance(owner, type) or hasattr(owner, name):
@@ -25,17 +28,28 @@ def find(path: str) -> Any:
 
 
 def problem(path: str, expected: StockName) -> str | None:
-    """A sentence about the change of a name in the installed mlx-lm, or None if nothing that matters has changed."""
+    """A sentence about the change of a name in the installed mlx-lm, or None if nothing that
+    matters has changed.
+    """
     where = f"mlx-lm {installed()}: {path}"
     try:
         found = find(path)
     except (AttributeError, ImportError):
         return f"{where} is gone. It was needed for this: {expected.why}."
-    if expected.parameters is not None and (parameters := _parameters(found)) != expected.parameters:
-        return f"{where} takes {parameters}, and took {expected.parameters}. It is needed for this: {expected.why}."
+    if (
+        expected.parameters is not None
+        and (parameters := _parameters(found)) != expected.parameters
+    ):
+        return (
+            f"{where} takes {parameters}, and took {expected.parameters}. It is needed for this: "
+            f"{expected.why}."
+        )
     unread = sorted(set(expected.reads) - set(_names_in(found.__code__))) if expected.reads else []
     if unread:
-        return f"{where} does not read {', '.join(unread)} any more. A copy of it replaces them for this: {expected.why}."
+        return (
+            f"{where} does not read {', '.join(unread)} any more. A copy of it replaces them for "
+            f"this: {expected.why}."
+        )
     return None
 
 
@@ -53,7 +67,9 @@ def _module_of(parents: list[str]) -> Any:
 def _assigned(cls: type) -> set[str]:
     """The attributes that a class's own methods assign on self, and its dataclass fields."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    stored = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    stored = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+    ]
     own = {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
     return own | set(getattr(cls, "__dataclass_fields__", ()))
 

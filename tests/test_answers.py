@@ -1,4 +1,6 @@
-"""How bench_answers judges answers: its sessions, its verdicts, its divergence, and the model that calls tools."""
+"""How bench_answers judges answers: its sessions, its verdicts, its divergence, and the model
+that calls tools.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import mlx.core as mx
 import pytest
 from documents import ROOT
 
-from mlx_blockpool.demo.tokenizer import encode
+from benchmarks.demo.tokenizer import encode
 
 
 @pytest.fixture
@@ -50,30 +52,52 @@ def test_a_call_copies_what_was_named_once_before(bench: ModuleType) -> None:
         ("", (False, False, False)),
     ],
 )
-def test_a_call_is_judged_by_its_parts(bench: ModuleType, written: str, verdict: tuple[bool, ...]) -> None:
+def test_a_call_is_judged_by_its_parts(
+    bench: ModuleType, written: str, verdict: tuple[bool, ...]
+) -> None:
     assert bench.judge(written, '{"name": "send", "arguments": {"path": "acorn123456"}}') == verdict
 
 
 def test_sessions_are_summed_up(bench: ModuleType) -> None:
-    right, wrong, broken = bench.Verdict(True, True, True), bench.Verdict(True, True, False), bench.Verdict(False, False, False)
-    figures = bench.summary([[right, right, right, right], [right, right, wrong, broken], [right, right, right, wrong]])
+    right, wrong, broken = (
+        bench.Verdict(True, True, True),
+        bench.Verdict(True, True, False),
+        bench.Verdict(False, False, False),
+    )
+    figures = bench.summary(
+        [[right, right, right, right], [right, right, wrong, broken], [right, right, right, wrong]]
+    )
     shares = {"valid_json": 0.9167, "known_tool": 0.9167, "right": 0.75}
     assert figures == {"sessions": 3, "turns": 4, **shares, "faultless": 1, "first_wrong_turn": 3.5}
     assert bench.summary([[right]])["first_wrong_turn"] is None
 
 
 def test_divergence_is_from_the_exact_to_the_quantised(bench: ModuleType) -> None:
-    exact, other = mx.log(mx.array([[0.4, 0.6], [0.9, 0.1]])), mx.log(mx.array([[0.9, 0.1], [0.5, 0.5]]))
-    first, second = 0.4 * math.log(0.4 / 0.9) + 0.6 * math.log(0.6 / 0.1), 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
+    exact, other = (
+        mx.log(mx.array([[0.4, 0.6], [0.9, 0.1]])),
+        mx.log(mx.array([[0.9, 0.1], [0.5, 0.5]])),
+    )
+    first, second = (
+        0.4 * math.log(0.4 / 0.9) + 0.6 * math.log(0.6 / 0.1),
+        0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5),
+    )
     # Logits may all be larger by the same number.
     assert bench.divergences(exact + 3, other) == pytest.approx([first, second], abs=1e-6)
     compared = bench.Compared()
     compared.add(exact, other)
     compared.add(exact, exact)
-    assert compared.figures() == {"tokens": 4, "kl_mean": 0.28, "kl_p99": 0.74, "kl_most": 0.75, "same_token": 0.75}
+    assert compared.figures() == {
+        "tokens": 4,
+        "kl_mean": 0.28,
+        "kl_p99": 0.74,
+        "kl_most": 0.75,
+        "same_token": 0.75,
+    }
 
 
-def test_the_model_copies_over_blocks_of_8_bits(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_copies_over_blocks_of_8_bits(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench, "FORMS", {form: bench.FORMS[form] for form in ("off", "8")})
     subject, made = bench.Subject(bench.CALLER), bench.session(Random("held out"), 2)
     assert bench.play(subject, [made], "8") == [[(True, True, True)] * 2]
@@ -83,7 +107,9 @@ def test_the_model_copies_over_blocks_of_8_bits(bench: ModuleType, monkeypatch: 
 
 
 @pytest.mark.thorough
-def test_the_model_can_be_trained_anew(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_model_can_be_trained_anew(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     training = importlib.import_module("train_caller")
     monkeypatch.setattr("sys.argv", ["train_caller", "--out", str(tmp_path), "--minutes", "0.1"])
     training.main()

@@ -1,4 +1,6 @@
-"""bench_kernel in sizes that take no time: what it compares, what it counts, and that it leaves a batch as it was."""
+"""bench_kernel in sizes that take no time: what it compares, what it counts, and that it leaves
+a batch as it was.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ from kernel.trusted import trust
 from mlx_blockpool.kv import decode_policy
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
-from mlx_blockpool.kv.factory import spec_of_loaded
-from mlx_blockpool.kv.path_costs import AMOUNTS, PathCosts
+from mlx_blockpool.kv.build import describe
+from mlx_blockpool.kv.capabilities import RAGGED, Capabilities
+from mlx_blockpool.kv.cost_model import PathCosts
 
 OPTIONS = argparse.Namespace(quick=True, out=None)
 
@@ -32,7 +35,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def size(bench: ModuleType) -> Any:
-    return replace(bench.QUICK, hidden=64, heads=4, kv_heads=2, divisor=1, steps=2, array_bytes=1 << 12)
+    return replace(
+        bench.QUICK, hidden=64, heads=4, kv_heads=2, divisor=1, steps=2, array_bytes=1 << 12
+    )
 
 
 def offsets(system: Any) -> list[Any]:
@@ -41,7 +46,9 @@ def offsets(system: Any) -> list[Any]:
 
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_batch_is_as_it_was_after_each_measurement(bench: ModuleType, size: Any, pooled: bool, rows: int) -> None:
+def test_a_batch_is_as_it_was_after_each_measurement(
+    bench: ModuleType, size: Any, pooled: bool, rows: int
+) -> None:
     system = bench.System(pooled, bench.Case("", (20, 300), rows=rows), size)
     assert offsets(system) == [[20, 300]] * 2
     for run in (system.attention_seconds, system.step_seconds, system.logits):
@@ -49,8 +56,11 @@ def test_a_batch_is_as_it_was_after_each_measurement(bench: ModuleType, size: An
         assert offsets(system) == [[20, 300]] * 2
 
 
-def test_keys_of_a_prefix_are_read_once_and_those_of_a_window_as_it_holds_them(bench: ModuleType, size: Any) -> None:
-    # 2 kv heads of 64 keys and 64 values: 512 bytes of a token in 16 bits, 272 in 8 bits with a scale and a bias for each head.
+def test_keys_of_a_prefix_are_read_once_and_those_of_a_window_as_it_holds_them(
+    bench: ModuleType, size: Any
+) -> None:
+    # 2 kv heads of 64 keys and 64 values: 512 bytes of a token in 16 bits, 272 in 8 bits with a
+    # scale and a bias for each head.
     own, prefix = (300, 20), 512
     for changes, per_layer in (
         ({}, [(512 + 320) * 512] * 2),
@@ -61,7 +71,9 @@ def test_keys_of_a_prefix_are_read_once_and_those_of_a_window_as_it_holds_them(b
         assert bench.bytes_read(system) == sum(per_layer) / 2
 
 
-def test_a_step_is_compared_with_that_of_mlx_lm(bench: ModuleType, size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_compared_with_that_of_mlx_lm(
+    bench: ModuleType, size: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = bench.Case("", (30, 12), prefix=256)
     ours, stock = bench.System(True, case, size), bench.System(False, case, size)
     bench.check(ours, stock, ["ragged", "shared"])
@@ -120,7 +132,9 @@ def test_lines_without_a_kernel(
     assert step["case"] == f"step, {bench.CASES[number].name}, divided by 16, without the kernel"
     for line in (attention, step):
         assert {name.removesuffix("_ms") for name in line if name.endswith("_ms")} == fields
-        assert {name.removeprefix("ratio_") for name in line if name.startswith("ratio_")} == fields - {"ragged"}
+        assert {
+            name.removeprefix("ratio_") for name in line if name.startswith("ratio_")
+        } == fields - {"ragged"}
     assert {name.removesuffix("_share") for name in attention if name.endswith("_share")} == fields
     assert "needed" not in attention
 
@@ -138,45 +152,76 @@ def test_the_figures_that_are_asked_for_are_among_those_of_a_case(bench: ModuleT
     "changes",
     [
         {"needed": (("kernel_share", 0.7), ("ratio_stock", 2.0))},
-        *(pytest.param(c, marks=pytest.mark.thorough) for c in ({"rows": 3}, {"window": 40}, {"bits": 8, "prefix": 256})),
+        *(
+            pytest.param(c, marks=pytest.mark.thorough)
+            for c in ({"rows": 3}, {"window": 40}, {"bits": 8, "prefix": 256})
+        ),
     ],
 )
 def test_lines_with_the_kernel(
-    bench: ModuleType, size: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changes: Any
+    bench: ModuleType,
+    size: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: Any,
 ) -> None:
-    monkeypatch.setattr(bench, "try_kernel", lambda _, arena: trust(arena, None))
+    def probe(model: Any, arena: KVArena) -> Capabilities:
+        bind(model)
+        arena.capabilities = RAGGED
+        return trust(arena, None).capabilities
+
+    monkeypatch.setattr(bench, "probe", probe)
     case = bench.Case("two", (30, 50), **changes)
     assert bench.bench(OPTIONS, case, replace(size, steps=1)) is None
     attention, step = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert [line["case"] for line in (attention, step)] == ["attention, two", "step, two"]
-    paths = {"kernel", "ragged"} | ({"shared"} if case.prefix else set()) | (set() if case.bits else {"stock"})
+    paths = (
+        {"kernel", "ragged"}
+        | ({"shared"} if case.prefix else set())
+        | (set() if case.bits else {"stock"})
+    )
     for line in (attention, step):
         assert {name.removesuffix("_ms") for name in line if name.endswith("_ms")} == paths
-        assert {name.removeprefix("ratio_") for name in line if name.startswith("ratio_")} == paths - {"kernel"}
+        assert {
+            name.removeprefix("ratio_") for name in line if name.startswith("ratio_")
+        } == paths - {"kernel"}
     assert attention.get("needed") == (dict(case.needed) or None)
     assert set(attention.get("needed", {})) <= attention.keys()
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_the_kernel_is_one_of_the_paths_of_the_grid(
-    bench: ModuleType, size: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType,
+    size: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     grid = importlib.import_module("bench_paths")
     monkeypatch.setattr(grid, "STEPS", 1)
     model = bench.llama(size.hidden, size.layers, size.heads, size.kv_heads)
     bind(model)
-    measured = trust(KVArena(spec_of_loaded(model), 10_000_000), None)
+    measured = KVArena(describe(model), 10_000_000)
+    measured.capabilities = RAGGED
+    trust(measured, None)
     # Costs with which the kernel is free.
-    measured.decode.costs = {0: PathCosts(1.0, 1.0, (), kernel=(0.0,) * AMOUNTS["kernel"])}
-    for prefix, paths in ((0, {"ragged", "padded", "kernel"}), (512, {"ragged", "padded", "kernel", "shared"})):
-        assert grid.bench(OPTIONS, grid.Case("float32", "short", prefix, 2, 2), model, measured, 1, 4) <= 1.0
+    measured.decode.costs = {0: PathCosts(1.0, 1.0, (), kernel=(0.0,) * 4)}
+    for prefix, paths in ((0, {"ragged", "kernel"}), (512, {"ragged", "kernel", "shared"})):
+        assert (
+            grid.bench(OPTIONS, grid.Case("float32", "short", prefix, 2, 2), model, measured, 1, 4)
+            <= 1.0
+        )
         line = json.loads(capsys.readouterr().out)
         assert line["chosen"] == "kernel"
-        assert {name.removesuffix("_wall_ms") for name in line if name.endswith("_wall_ms")} == paths
+        assert {
+            name.removesuffix("_wall_ms") for name in line if name.endswith("_wall_ms")
+        } == paths
 
 
 def test_a_kernel_that_is_not_trusted_is_not_measured(
-    bench: ModuleType, size: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType,
+    size: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def broken(*_: Any) -> list[mx.array]:
         raise RuntimeError("no compiler")

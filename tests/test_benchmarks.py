@@ -1,4 +1,6 @@
-"""The replay of recorded sessions: its workload, what it is compared with, and the real cache between them."""
+"""The replay of recorded sessions: its workload, what it is compared with, and the real cache
+between them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_the_figures_of_the_readmes_are_those_of_the_results(runner: ModuleType)
     for document in module.DOCUMENTS:
         assert figures.written(TEXTS[document], document == "README.md") == TEXTS[document]
     assert len(set(re.findall("<!-- (?:end of )?.* -->", TEXTS["benchmarks/README.md"]))) == 10
-    assert "<!-- answers -->" in TEXTS["mlx_blockpool/server/README.md"]
+    assert "<!-- answers -->" in TEXTS["mlx_blockpool/server/quantised.md"]
 
 
 def test_every_plot_is_drawn_and_shown(runner: ModuleType) -> None:
@@ -54,22 +56,41 @@ def test_every_plot_is_drawn_and_shown(runner: ModuleType) -> None:
 
 def test_a_figure_of_another_machine_names_it(runner: ModuleType) -> None:
     module = imported("benchmarks.figures", ROOT)
-    row = module.Row("step", "b", ("x", "y"), "{ours_ms:.1f} ms", "{stock_ms:.1f} ms", "{times_ms:.1f}x")
-    x, y = ({"bench": "b", "case": case, "ours_ms": 2, "stock_ms": 5, "device": "Z80"} for case in "xy")
+    row = module.Row(
+        "step", "b", ("x", "y"), "{ours_ms:.1f} ms", "{stock_ms:.1f} ms", "{times_ms:.1f}x"
+    )
+    x, y = (
+        {"bench": "b", "case": case, "ours_ms": 2, "stock_ms": 5, "device": "Z80"} for case in "xy"
+    )
     assert module.Figures({module.MACHINE: [x]}).row(row) == []
-    assert module.Figures({module.MACHINE: [x, y]}).row(row) == ["step", "2.0 ms / 2.0 ms", "5.0 ms / 5.0 ms", "2.5x / 2.5x"]
+    assert module.Figures({module.MACHINE: [x, y]}).row(row) == [
+        "step",
+        "2.0 ms / 2.0 ms",
+        "5.0 ms / 5.0 ms",
+        "2.5x / 2.5x",
+    ]
     newer = {**x, "ours_ms": 1, "device": "6502"}
-    assert module.Figures({"a": [x, y], module.MACHINE: [newer]}).row(row)[:2] == ["step (Z80)", "1.0 ms / 2.0 ms"]
+    assert module.Figures({"a": [x, y], module.MACHINE: [newer]}).row(row)[:2] == [
+        "step (Z80)",
+        "1.0 ms / 2.0 ms",
+    ]
 
 
-def test_a_later_line_of_a_case_takes_the_place_of_an_earlier_one(runner: ModuleType, tmp_path: Path) -> None:
+def test_a_later_line_of_a_case_takes_the_place_of_an_earlier_one(
+    runner: ModuleType, tmp_path: Path
+) -> None:
     path = tmp_path / "machine.jsonl"
     runner.keep([{"bench": "b", "case": "x", "ms": 1}, {"bench": "b", "case": "y", "ms": 2}], path)
     runner.keep([{"bench": "b", "case": "x", "ms": 3}], path)
-    assert runner.read(path) == [{"bench": "b", "case": "x", "ms": 3}, {"bench": "b", "case": "y", "ms": 2}]
+    assert runner.read(path) == [
+        {"bench": "b", "case": "x", "ms": 3},
+        {"bench": "b", "case": "y", "ms": 2},
+    ]
 
 
-def test_an_unknown_benchmark_is_an_error(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_benchmark_is_an_error(
+    runner: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         runner.main(["--quick", "pools"])
     assert "There is no benchmark pools." in capsys.readouterr().err
@@ -80,7 +101,13 @@ def test_recorded_prompts_begin_as_their_parents_do(bench: ModuleType) -> None:
     assert [request.at for request in requests] == sorted(request.at for request in requests)
     for i, request in enumerate(requests):
         earlier = [other.prompt.tolist() + other.output.tolist() for other in requests[:i]]
-        shared = [next((n for n, (a, b) in enumerate(zip(request.prompt, o, strict=False)) if a != b), len(o)) for o in earlier]
+        shared = [
+            next(
+                (n for n, (a, b) in enumerate(zip(request.prompt, o, strict=False)) if a != b),
+                len(o),
+            )
+            for o in earlier
+        ]
         assert request.known == min(max(shared, default=0), len(request.prompt) - 1)
 
 
@@ -88,7 +115,9 @@ def test_recorded_prompts_begin_as_their_parents_do(bench: ModuleType) -> None:
 def test_memory_for_all_reuses_what_is_known(bench: ModuleType, kind: str) -> None:
     blocks = bench.Blocks(bench.recorded(SESSIONS, DIVISOR))
     spec = bench.SPECS[kind]
-    with bench.caches_of(spec, 4 * blocks.working_set * spec.bytes_per_block(spec.groups[0]), None) as caches:
+    with bench.caches_of(
+        spec, 4 * blocks.working_set * spec.bytes_per_block(spec.groups[0]), None
+    ) as caches:
         reused = bench.replay(bench.recorded(SESSIONS, DIVISOR), caches).reused
         caches.prefix.check()
     assert reused >= (0.99 if kind == "full" else 0.9) * blocks.known
@@ -99,7 +128,10 @@ def test_the_order_of_eviction_is_between_plain_lru_and_the_optimum(bench: Modul
     capacity, spec = blocks.working_set * 3 // 4, bench.SPECS["full"]
     with bench.caches_of(spec, capacity * spec.bytes_per_block(spec.groups[0]), None) as caches:
         ours = bench.replay(bench.recorded(SESSIONS, DIVISOR), caches).reused
-    plain, optimum = bench.PlainLRU(blocks, capacity).reuse(), bench.Optimum(blocks, capacity).reuse()
+    plain, optimum = (
+        bench.PlainLRU(blocks, capacity).reuse(),
+        bench.Optimum(blocks, capacity).reuse(),
+    )
     assert plain <= ours
     assert 0.9 * optimum <= ours <= blocks.known
 
@@ -119,28 +151,43 @@ def test_a_router_that_knows_blocks_sends_a_prompt_where_they_are() -> None:
                 # One that only the events can have told it.
                 last = requests[-1].prompt.tolist()
                 routed.choose(requests[-1], 0.0)
-                found = [machine.caches.prefix.index.trie.match(last).tokens // 256 * 256 for machine in machines]
+                found = [
+                    machine.caches.prefix.index.trie.match(last).tokens // 256 * 256
+                    for machine in machines
+                ]
                 assert routed.cached(module.encode(last)) == found
     assert reused["in turns"] < min(reused["by session"], reused["by prefix"])
     assert reused["by prefix"] >= 0.99 * known.known
 
 
 class Echo:
-    """Stands for a server that has cached all of a prompt's beginning that it has seen, in tokens of a mark or a word."""
+    """Stands for a server that has cached all of a prompt's beginning that it has seen, in
+    tokens of a mark or a word.
+    """
 
     def __init__(self, broken: bool = False) -> None:
         self.broken = broken
         self.seen: list[list[str]] = []
 
-    def chat(self, messages: list[dict[str, str]], max_tokens: int, timeout: float) -> tuple[str, float, dict[str, Any]]:
+    def chat(
+        self, messages: list[dict[str, str]], max_tokens: int, timeout: float
+    ) -> tuple[str, float, dict[str, Any]]:
         if self.broken:
             raise TimeoutError("no token")
-        parts = [[f"<{message['role']}>", *message["content"].split(), "<end>"] for message in messages]
+        parts = [
+            [f"<{message['role']}>", *message["content"].split(), "<end>"] for message in messages
+        ]
         prompt = [*(word for part in parts for word in part), "<assistant>"]
-        shared = [next((n for n, (a, b) in enumerate(zip(prompt, old, strict=False)) if a != b), len(old)) for old in self.seen]
+        shared = [
+            next((n for n, (a, b) in enumerate(zip(prompt, old, strict=False)) if a != b), len(old))
+            for old in self.seen
+        ]
         reply = [f"w{len(self.seen)}"] * max_tokens
         self.seen.append([*prompt, *reply])
-        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": max(shared, default=0)}}
+        usage = {
+            "prompt_tokens": len(prompt),
+            "prompt_tokens_details": {"cached_tokens": max(shared, default=0)},
+        }
         return " ".join(reply), 0.1, usage
 
 
@@ -196,6 +243,9 @@ def test_the_bound_takes_what_pays_of_the_tokens_that_will_be_accepted() -> None
     runs = bench.accepted_runs(work, 4)
     # Three tokens have to come again first.
     assert runs == [0, 0, 3, 2, 1, 0, 0]
-    free, dear = bench.CostCurve.of({1: 1.0, 4: 1.0}), bench.CostCurve.of({1: 1.0, 2: 2.0, 4: 4.0})
+    free, dear = (
+        bench.CostCurve.from_points({1: 1.0, 4: 1.0}),
+        bench.CostCurve.from_points({1: 1.0, 2: 2.0, 4: 4.0}),
+    )
     assert bench.bound([runs], free) == pytest.approx(7 / 4)
     assert bench.bound([runs], dear) == pytest.approx(1.0)

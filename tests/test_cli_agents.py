@@ -19,11 +19,12 @@ from test_cli_store import fill, open_prefix
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.commands import agents as room
-from mlx_blockpool.store import agent_files
-from mlx_blockpool.store.agent_files import Agents
-from mlx_blockpool.store.agent_records import AgentRecords
+from mlx_blockpool.config import StoreConfig
+from mlx_blockpool.store import db
+from mlx_blockpool.store.agents import Agents
 from mlx_blockpool.store.fs import safe_name
 from mlx_blockpool.store.scan import Listing
+from mlx_blockpool.tier.agent_records import AgentRecords
 
 SYSTEM = list(range(512))
 FIRST = [*SYSTEM, *range(1000, 1300)]
@@ -48,7 +49,10 @@ class Terminal(io.StringIO):
 def run(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str, status: int = 0) -> Any:
     """What an action reports."""
     capsys.readouterr()
-    assert main(["store", *arguments[:2], "--store-dir", str(root), "--json", *arguments[2:]]) == status
+    assert (
+        main(["store", *arguments[:2], "--store-dir", str(root), "--json", *arguments[2:]])
+        == status
+    )
     return json.loads(capsys.readouterr().out)
 
 
@@ -77,18 +81,26 @@ def names(root: Path) -> list[str]:
     return [agent.name for agent in Agents(root).all()]
 
 
-# -- agents --------------------------------------------------------------------------------------------------------------
+# -- agents ----------------------------------------------------------------------------------------
 
 
 def test_agents_lists_what_each_has_on_disk(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     Agents(root).pin("writer")
     found = run(capsys, root, "agents")
-    assert (found["folder"], found["bad"]) == (str(root), [])
+    assert found["folder"] == str(root)
     planner, writer = found["agents"]
     files = [file_of(root, record) for record in path_of(FIRST)]
-    assert {key: writer[key] for key in ("name", "model", "namespace", "tokens", "tokens_on_disk", "pinned")} == {
-        "name": "writer", "model": "tiny", "namespace": NAMESPACE, "tokens": 812, "tokens_on_disk": 812, "pinned": True,
-    }  # fmt: skip
+    assert {
+        key: writer[key]
+        for key in ("name", "model", "namespace", "tokens", "tokens_on_disk", "pinned")
+    } == {
+        "name": "writer",
+        "model": "tiny",
+        "namespace": NAMESPACE,
+        "tokens": 812,
+        "tokens_on_disk": 812,
+        "pinned": True,
+    }
     assert writer["own"] == {"records": 2, "bytes": size(*files[2:])}
     assert writer["shared"] == {"records": 2, "bytes": size(*files[:2])} == planner["shared"]
     assert writer["last_hash"] == hashes_of(FIRST)[-1].hex()
@@ -103,7 +115,9 @@ def test_agents_for_people(capsys: pytest.CaptureFixture[str], root: Path) -> No
         file_of(root, record).unlink()
     lines = said(capsys, root, "agents").splitlines()
     assert lines[0] == f"{root}: 2 agents"
-    assert " ".join(lines[2].split()) == "agent model tokens on disk own shared last used (UTC) pinned"
+    assert (
+        " ".join(lines[2].split()) == "agent model tokens on disk own shared last used (UTC) pinned"
+    )
     assert [line.split()[:5] for line in lines[3:]] == [
         ["Planner", "tiny", "0", "of", "612"],
         ["writer", "tiny", "0", "of", "812"],
@@ -112,128 +126,104 @@ def test_agents_for_people(capsys: pytest.CaptureFixture[str], root: Path) -> No
 
 
 def test_a_store_without_agents(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(capsys, tmp_path, "agents") == {"folder": str(tmp_path), "agents": [], "bad": []}
+    assert run(capsys, tmp_path, "agents") == {"folder": str(tmp_path), "agents": []}
     assert said(capsys, tmp_path, "agents") == f"{tmp_path}: 0 agents\n"
-    assert refusal(capsys, tmp_path / "none", "agents").startswith("There is no folder")
+    assert refusal(capsys, tmp_path / "none", "agents").startswith(
+        f"{tmp_path / 'none'} is not a folder"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bad_agent_is_named_and_the_others_are_listed(capsys: pytest.CaptureFixture[str], root: Path) -> None:
-    (root / "agents/torn.json").write_text("{")
-    found = run(capsys, root, "agents")
-    assert [agent["name"] for agent in found["agents"]] == ["Planner", "writer"]
-    assert [item["path"] for item in found["bad"]] == [str(root / "agents/torn.json")]
-    text = said(capsys, root, "agents")
-    assert f"bad: {root / 'agents/torn.json'}: This is not the file of an agent: " in text
-    assert text.endswith("`mlx-blockpool store check --fix` puts bad ones into quarantine.\n")
-
-
-def test_check_names_bad_agents_and_fix_puts_them_aside(capsys: pytest.CaptureFixture[str], root: Path) -> None:
-    assert run(capsys, root, "check")["bad_agents"] == []
-    torn = root / "agents/torn.json"
-    torn.write_text("{")
-    found = run(capsys, root, "check", status=1)
-    assert [item["path"] for item in found["bad_agents"]] == [str(torn)]
-    text = said(capsys, root, "check", status=1)
-    assert f"bad: {torn}: This is not the file of an agent: " in text
-    assert "0 bad records, 0 orphans, 0 leftovers, 1 bad agent." in text
-    assert torn.exists()
-    assert said(capsys, root, "check", "--fix").endswith("1 bad agent. Mended.\n")
-    assert not torn.exists()
-    assert "torn.json" in next((root / "quarantine").glob("*-torn.json")).name
-    assert "no problems." in said(capsys, root, "scrub")
-    assert names(root) == ["Planner", "writer"]
-
-
-def test_an_agent_that_a_server_wrote_anew_meanwhile_is_not_put_aside(
-    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (root / "agents/writer.json").write_text("{")
-    from mlx_blockpool.commands import store as storing
-
-    looked = storing.survey
-
-    def survey(*arguments: Any) -> Any:
-        found = looked(*arguments)
-        note(root, "writer", FIRST)
-        return found
-
-    monkeypatch.setattr(storing, "survey", survey)
-    assert run(capsys, root, "check", "--fix")["clean"] is True
-    assert names(root) == ["Planner", "writer"]
-    assert not (root / "quarantine").exists()
-
-
-# -- names and pins --------------------------------------------------------------------------------------------------------
+# -- names and pins --------------------------------------------------------------------------------
 
 
 def test_pin_and_unpin(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     assert run(capsys, root, "agent", "pin", "writer")["agent"]["pinned"] is True
     assert [agent.name for agent in Agents(root).all() if agent.pinned] == ["writer"]
     assert said(capsys, root, "agent", "pin", "writer") == (
-        "writer is pinned: its records on disk stay when others are dropped.\n"
+        "writer is pinned: its records on disk stay when others are removed.\n"
     )
     assert said(capsys, root, "agent", "unpin", "writer") == "writer is no longer pinned.\n"
     assert not any(agent.pinned for agent in Agents(root).all())
 
 
-def test_rename_and_fork(capsys: pytest.CaptureFixture[str], root: Path) -> None:
-    assert said(capsys, root, "agent", "rename", "writer", "Author") == "writer is called Author now.\n"
-    assert said(capsys, root, "agent", "fork", "Author", "writer") == "writer continues from where Author is: 812 tokens.\n"
+def test_fork(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    assert (
+        said(capsys, root, "agent", "fork", "writer", "Author")
+        == "Author continues from the same point as writer: 812 tokens.\n"
+    )
     assert names(root) == ["Author", "Planner", "writer"]
     assert run(capsys, root, "agent", "fork", "writer", "x")["agent"]["tokens"] == 812
-    for act in ("rename", "fork"):
-        assert refusal(capsys, root, "agent", act, "writer", "Planner") == (
-            f"An agent Planner exists in {root / 'agents'} already. Choose another name.\n"
-        )
-
-
-@pytest.mark.parametrize("act", ["pin", "unpin", "rename", "fork", "delete"])
-def test_a_name_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], root: Path, act: str) -> None:
-    more = ["new"] if act in ("rename", "fork") else []
-    assert refusal(capsys, root, "agent", act, "coder", *more) == (
-        f"There is no agent coder in {root / 'agents'}. The agents are: Planner, writer. `store agents` lists them.\n"
+    assert refusal(capsys, root, "agent", "fork", "writer", "Planner") == (
+        f"An agent Planner exists in {root} already. Choose another name.\n"
     )
 
 
-def test_a_name_that_nobody_can_type_is_known_by_its_file(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+@pytest.mark.parametrize("act", ["pin", "unpin", "fork", "delete"])
+def test_a_name_that_is_not_there_is_refused(
+    capsys: pytest.CaptureFixture[str], root: Path, act: str
+) -> None:
+    more = ["new"] if act == "fork" else []
+    assert refusal(capsys, root, "agent", act, "coder", *more) == (
+        f"There is no agent coder in {root}. The agents are: Planner, writer. `store agents` "
+        "lists them.\n"
+    )
+
+
+def test_a_name_that_nobody_can_type_is_known_by_its_file(
+    capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
     for name in ("\x1b[2J\n\ud800", "-v"):
-        Agents(root).rename("writer", name)
-        shown = run(capsys, root, "agents")["agents"][0]["shown"]
+        Agents(root).fork("writer", name)
+        shown = next(
+            agent["shown"]
+            for agent in run(capsys, root, "agents")["agents"]
+            if agent["name"] == name
+        )
         assert shown in said(capsys, root, "agents")
         assert "\x1b" not in said(capsys, root, "agents")
         assert shown in said(capsys, root, "agent", "pin", "--", shown)
-        assert said(capsys, root, "agent", "rename", "--", shown, "writer").endswith(" is called writer now.\n")
+        assert run(capsys, root, "agent", "delete", "--yes", "--", shown)["agent"] == shown
     # Its own name comes before the name of another's file.
     Agents(root).fork("Planner", safe_name("Planner"))
     run(capsys, root, "agent", "pin", safe_name("Planner"))
-    assert [(agent.name, agent.pinned) for agent in Agents(root).all() if agent.name != "writer"] == [
-        ("Planner", False), (safe_name("Planner"), True),
-    ]  # fmt: skip
+    assert [
+        (agent.name, agent.pinned) for agent in Agents(root).all() if agent.name != "writer"
+    ] == [
+        ("Planner", False),
+        (safe_name("Planner"), True),
+    ]
 
 
-@pytest.mark.parametrize("act", ["pin", "rename", "fork", "delete"])
+@pytest.mark.parametrize("act", ["pin", "fork", "delete"])
 def test_a_disk_that_does_not_let_us_is_an_error_of_one_line(
     capsys: pytest.CaptureFixture[str], root: Path, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "there")
 
-    for call in ("os.open", "os.unlink", "os.replace"):
-        monkeypatch.setattr(call, fail)
-    more = ["new"] if act in ("rename", "fork") else ["--yes"] if act == "delete" else []
+    monkeypatch.setattr("os.unlink", fail)
+    monkeypatch.setattr(db.Database, "transaction", fail)
+    more = ["new"] if act == "fork" else ["--yes"] if act == "delete" else []
     assert refusal(capsys, root, "agent", act, "writer", *more).startswith("Cannot continue at ")
 
 
-# -- delete ----------------------------------------------------------------------------------------------------------------
+# -- delete ----------------------------------------------------------------------------------------
 
 
-def test_delete_removes_what_only_the_agent_stood_on_and_proves_it(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+def test_delete_removes_what_only_the_agent_stood_on_and_proves_it(
+    capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
     mine = [file_of(root, record) for record in path_of(FIRST)[2:]]
     shared = [file_of(root, record) for record in path_of(FIRST)[:2]]
     figures = {"records": 2, "bytes": size(*mine)}
     found = run(capsys, root, "agent", "delete", "writer", "--yes")
-    assert (found["deleted"], found["clean"], found["removed"], found["gone"]) == (True, True, figures, figures)
+    assert (found["deleted"], found["clean"], found["removed"], found["gone"]) == (
+        True,
+        True,
+        figures,
+        figures,
+    )
     assert (found["still_there"], found["bad"]) == ([], [])
     assert found["whole"] == {"records": 2, "bytes": size(*shared)}
     assert {stay["path"]: (stay["agents"], stay["behind"]) for stay in found["stays"]} == {
@@ -247,16 +237,27 @@ def test_delete_removes_what_only_the_agent_stood_on_and_proves_it(capsys: pytes
 def test_delete_for_people(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     text = said(capsys, root, "agent", "delete", "writer", "--yes")
     assert text.splitlines() == [
-        "Removed agent writer and 2 records (3.1 kB) that only it stood on.",
+        "Removed agent writer and 2 records (3.1 kB) that only it used.",
         "Kept 2 records (3.6 kB) for Planner.",
-        "Looked again: 2 of 2 are gone, 2 of 2 whole to the last byte.",
+        "Checked: 2 of 2 are gone, and 2 of 2 are complete.",
     ]
     keep(root, FIRST)
     text = said(capsys, root, "agent", "delete", "Planner", "--yes")
-    assert text.splitlines()[1] == "Kept 2 records (3.6 kB) for conversations that have no name."
+    assert text.splitlines()[1] == "Kept 2 records (3.6 kB) for unnamed conversations."
 
 
-def test_delete_without_a_terminal_needs_yes(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+def test_delete_names_unnamed_conversations_next_to_agents(
+    capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
+    # The third block is for a conversation without a name, the first two are for Planner too.
+    keep(root, [*FIRST[:768], *range(7000, 7100)])
+    text = said(capsys, root, "agent", "delete", "writer", "--yes")
+    assert text.splitlines()[1] == "Kept 3 records (5.7 kB) for Planner, unnamed conversations."
+
+
+def test_delete_without_a_terminal_needs_yes(
+    capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
     assert refusal(capsys, root, "agent", "delete", "writer") == (
         f"Refusing to remove agent writer and 2 records (3.1 kB) from {root} "
         "without confirmation: stdin is not a terminal. Pass --yes.\n"
@@ -266,7 +267,11 @@ def test_delete_without_a_terminal_needs_yes(capsys: pytest.CaptureFixture[str],
 
 @pytest.mark.parametrize(("answer", "left"), [("y\n", 3), ("n\n", 5), ("", 5)])
 def test_delete_asks_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch, answer: str, left: int
+    capsys: pytest.CaptureFixture[str],
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    left: int,
 ) -> None:
     asked = Terminal()
     monkeypatch.setattr("sys.stdin", Terminal(answer))
@@ -292,17 +297,9 @@ def test_what_another_agent_comes_to_need_while_somebody_is_asked_stays(
     assert names(root) == ["Planner", "late"]
 
 
-def test_nothing_is_deleted_while_an_agent_cannot_be_read(capsys: pytest.CaptureFixture[str], root: Path) -> None:
-    path = root / "agents" / f"{safe_name('Planner')}.json"
-    path.write_bytes(path.read_bytes()[:-3])
-    found = refusal(capsys, root, "agent", "delete", "writer", "--yes")
-    assert found.startswith(f"{path}: This is not the file of an agent: ")
-    assert found.endswith("Nothing says which records it needs. Move it to quarantine with `store check --fix`.\n")
-    assert len(record_files(root)) == 5
-    assert refusal(capsys, root, "agent", "delete", "Planner", "--yes").startswith(f"{path}: This is not the file of an agent: ")
-
-
-def test_a_shared_record_that_is_not_whole_is_named(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+def test_a_shared_record_that_is_not_whole_is_named(
+    capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
     path = file_of(root, path_of(FIRST)[0])
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -313,7 +310,7 @@ def test_a_shared_record_that_is_not_whole_is_named(capsys: pytest.CaptureFixtur
     note(root, "writer", FIRST)
     text = said(capsys, root, "agent", "delete", "writer", "--yes", status=1)
     assert f"bad: {path}: Checksum of" in text
-    assert text.endswith("Looked again: 0 of 0 are gone, 1 of 2 whole to the last byte.\n")
+    assert text.endswith("Checked: 0 of 0 are gone, and 1 of 2 are complete.\n")
 
 
 def test_a_record_that_is_there_again_is_named(
@@ -329,7 +326,11 @@ def test_a_record_that_is_there_again_is_named(
 
     monkeypatch.setattr(AgentRecords, "proof", proof)
     found = run(capsys, root, "agent", "delete", "writer", "--yes", status=1)
-    assert (found["still_there"], found["gone"]["records"], found["clean"]) == ([str(last)], 1, False)
+    assert (found["still_there"], found["gone"]["records"], found["clean"]) == (
+        [str(last)],
+        1,
+        False,
+    )
 
 
 def test_files_come_and_go_while_agents_are_looked_at(
@@ -337,7 +338,7 @@ def test_files_come_and_go_while_agents_are_looked_at(
 ) -> None:
     """A server that writes and drops the records of both agents, and notes them, all the while."""
     # A thread that makes no pause may keep others waiting.
-    monkeypatch.setattr(agent_files, "LOCK_SECONDS", 60)
+    monkeypatch.setattr(StoreConfig, "lock_seconds", 60)
     done = threading.Event()
     data = {path: path.read_bytes() for path in record_files(root)}
 
@@ -358,7 +359,6 @@ def test_files_come_and_go_while_agents_are_looked_at(
         for _ in range(20):
             found = run(capsys, root, "agents")
             assert {agent["name"] for agent in found["agents"]} <= {"Planner", "writer"}
-            assert found["bad"] == []
             note(root, "passing", FIRST[:400])
             report = room.delete(root, "passing", yes=True)
             assert (report["deleted"], report["bad"]) == (True, [])
@@ -368,7 +368,9 @@ def test_files_come_and_go_while_agents_are_looked_at(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
-def test_who_stays_goes_on_where_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path, architecture: str) -> None:
+def test_who_stays_goes_on_where_it_was(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, architecture: str
+) -> None:
     folder, root = save_model(tmp_path / "model", architecture), tmp_path / "store"
     system = [n % 90 for n in range(512)]
     prompts = {"writer": [*system, *range(80)], "Planner": [*system, *range(89, 9, -1)] * 2}
@@ -381,13 +383,18 @@ def test_who_stays_goes_on_where_it_was(capsys: pytest.CaptureFixture[str], tmp_
             match = prefix.index.trie.match(tokens)
             note = (name, namespace, "tiny", [node.hash for node in match.path], match.tokens)
             Agents(root).note(*note)
-        found = {name: prefix.acquire([*tokens, 7], 1).lookup.hit for name, tokens in prompts.items()}
+        found = {
+            name: prefix.acquire([*tokens, 7], 1).lookup.hit for name, tokens in prompts.items()
+        }
         assert prefix.close()
         return found
 
     before = hits(next((root / "models").iterdir()).name)
     assert before == {name: len(tokens) for name, tokens in prompts.items()}
-    assert [agent["tokens_on_disk"] for agent in run(capsys, root, "agents")["agents"]] == [before["Planner"], before["writer"]]
+    assert [agent["tokens_on_disk"] for agent in run(capsys, root, "agents")["agents"]] == [
+        before["Planner"],
+        before["writer"],
+    ]
     found = run(capsys, root, "agent", "delete", "writer", "--yes")
     assert (found["clean"], found["removed"]["records"] > 0) == (True, True)
     assert hits()["Planner"] == before["Planner"]
@@ -395,27 +402,57 @@ def test_who_stays_goes_on_where_it_was(capsys: pytest.CaptureFixture[str], tmp_
     assert run(capsys, root, "scrub")["clean"] is True
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "arguments", [["agent"], ["agent", "pin"], ["agent", "fork", "a"], ["agent", "pin", "a", "b"], ["agent", "pin", "a", "--yes"]]
+    "arguments",
+    [
+        ["agent"],
+        ["agent", "pin"],
+        ["agent", "fork", "a"],
+        ["agent", "pin", "a", "b"],
+        ["agent", "pin", "a", "--yes"],
+    ],
 )
-def test_a_wrong_shape_is_refused_with_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_a_wrong_shape_is_refused_with_usage(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["store", *arguments])
     assert caught.value.code == 2
     assert "usage: mlx-blockpool" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["cli", "commands.agents", "commands.transfer", "store.agent_files", "store.agent_records"])
+@pytest.mark.parametrize(
+    "module", ["cli", "commands.agents", "commands.transfer", "store.agents", "tier.agent_records"]
+)
 def test_importing_it_imports_no_mlx(module: str) -> None:
-    code = f"import sys, mlx_blockpool.{module}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        f"import sys, mlx_blockpool.{module}; print([m for m in sys.modules if "
+        "m.partition('.')[0] in ('mlx', 'mlx_lm')])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_the_command_works_in_a_process_of_its_own(root: Path) -> None:
-    command = [sys.executable, "-m", "mlx_blockpool.cli", "store", "agent", "delete", "writer", "--yes", "--store-dir", str(root)]
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_blockpool.cli",
+        "store",
+        "agent",
+        "delete",
+        "writer",
+        "--yes",
+        "--store-dir",
+        str(root),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Removed agent writer")

@@ -40,22 +40,43 @@ def test_template_renders_a_conversation_without_adding_to_it(demo: tuple[Any, A
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "read_file"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"name": "read_file", "arguments": {}}],
+        },
         {"role": "tool", "content": "1000"},
     ]
     assert tokenizer.has_chat_template
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\nHello<|im_end|>\n"
-        '<|im_start|>assistant\n[{"name": "read_file"}]<|im_end|>\n'
+        '<|im_start|>assistant\n<tool_call>\n{"name": "read_file", "arguments": '
+        "{}}\n</tool_call><|im_end|>\n"
         "<|im_start|>tool\n1000<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
 
 
+def test_template_names_the_tools_first(demo: tuple[Any, Any]) -> None:
+    tokenizer = demo[1]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+        for name in ("read", "write")
+    ]
+    chat = [{"role": "user", "content": "Hello"}]
+    without, with_tools = (
+        tokenizer.apply_chat_template(chat, tools=each, tokenize=False) for each in (None, tools)
+    )
+    assert with_tools == f"<|im_start|>system\n# Tools\nread\nwrite\n<|im_end|>\n{without}"
+
+
 def test_a_longer_conversation_extends_the_tokens_of_a_shorter_one(demo: tuple[Any, Any]) -> None:
     tokenizer = demo[1]
-    messages = [{"role": role, "content": text} for role, text in [("user", "Hi"), ("assistant", "Hello!")] * 2]
+    messages = [
+        {"role": role, "content": text}
+        for role, text in [("user", "Hi"), ("assistant", "Hello!")] * 2
+    ]
     whole = tokenizer.apply_chat_template(messages)
     for shorter in range(1, len(messages)):
         tokens = tokenizer.apply_chat_template(messages[:shorter])
@@ -64,7 +85,9 @@ def test_a_longer_conversation_extends_the_tokens_of_a_shorter_one(demo: tuple[A
 
 def test_tokenizer_returns_every_text_of_the_dataset(demo: tuple[Any, Any]) -> None:
     tokenizer = demo[1]
-    for text in itertools.chain.from_iterable([*topic["questions"], topic["answer"]] for topic in TOPICS):
+    for text in itertools.chain.from_iterable(
+        [*topic["questions"], topic["answer"]] for topic in TOPICS
+    ):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -85,7 +108,6 @@ def test_tokenizer_returns_every_text_of_the_dataset(demo: tuple[Any, Any]) -> N
         ("What is the store?", ["on disk"]),
         ("How do I name an agent?", ["X-Agent-Id"]),
         ("How do I use Claude Code?", ["ANTHROPIC_BASE_URL"]),
-        ("Can the store be quantised?", ["--store-bits 8 or 4"]),
         ("Where is the dashboard?", ["http://127.0.0.1:8080/"]),
         ("How do I get metrics?", ["GET /metrics"]),
         ("Who are you?", ["demo model"]),
@@ -105,10 +127,15 @@ def test_answers_the_fourth_turn_after_a_long_system_message(demo: tuple[Any, An
         messages.append({"role": "assistant", "content": ask(demo, messages)})
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     expected = ["Hello!", "256 tokens", "pip install", "already in the pool"]
-    assert [word for word, answer in zip(expected, answers, strict=True) if word not in answer] == []
+    assert [
+        word for word, answer in zip(expected, answers, strict=True) if word not in answer
+    ] == []
 
 
 @pytest.mark.thorough
 def test_answers_most_questions_that_it_was_not_trained_on(demo: tuple[Any, Any]) -> None:
-    right = [ask(demo, [{"role": "user", "content": topic["questions"][-1]}]) == topic["answer"] for topic in TOPICS]
+    right = [
+        ask(demo, [{"role": "user", "content": topic["questions"][-1]}]) == topic["answer"]
+        for topic in TOPICS
+    ]
     assert sum(right) / len(right) > 0.85

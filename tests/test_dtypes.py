@@ -8,9 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_blockpool.dtypes import ITEM_BYTES, SAFETENSORS, bytes_of, numpy_name, safetensors_name
+from mlx_blockpool.spec import ITEM_BYTES, SAFETENSORS, bytes_of, numpy_name, safetensors_name
 
-DTYPES = {"bool": mx.bool_, **{name: getattr(mx, name) for name in SAFETENSORS if name not in ("bool", "float64")}}
+DTYPES = {
+    "bool": mx.bool_,
+    **{name: getattr(mx, name) for name in SAFETENSORS if name not in ("bool", "float64")},
+}
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -18,7 +21,12 @@ def test_a_type_is_called_as_mlx_writes_it(name: str, tmp_path: Path) -> None:
     mx.save_safetensors(str(tmp_path / "a.safetensors"), {"a": mx.zeros((3,), DTYPES[name])})
     found = safetensors_name(DTYPES[name])
     assert f'"dtype":"{found}"'.encode() in (tmp_path / "a.safetensors").read_bytes()
-    assert bytes_of(name) == ITEM_BYTES[found] == DTYPES[name].size == np.dtype(numpy_name(found)).itemsize
+    assert (
+        bytes_of(name)
+        == ITEM_BYTES[found]
+        == DTYPES[name].size
+        == np.dtype(numpy_name(found)).itemsize
+    )
 
 
 def test_the_bits_of_bfloat16_are_held_as_uint16() -> None:

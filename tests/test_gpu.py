@@ -1,4 +1,6 @@
-"""benchmarks/gpu.sh with stand-ins for the programs of a machine with a GPU, and what it says of the figures."""
+"""benchmarks/gpu.sh with stand-ins for the programs of a machine with a GPU, and what it says of
+the figures.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from documents import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 TOOLS = ("bash", "cat", "dirname", "grep", "mktemp", "sed", "tee", "touch")
-SMI = """case "$*" in -L) echo "GPU 0: a card";; *) echo "| Driver Version: 580.1   CUDA Version: {cuda}.2 |";; esac"""
+SMI = """case "$*" in -L) echo "GPU 0: a card";;
+*) echo "| Driver Version: 580.1   CUDA Version: {cuda}.2 |";; esac"""
 
 
 @pytest.fixture
@@ -52,7 +55,12 @@ class Machine:
         self.add("venv/bin/python", f'echo "$@" >>{self.log}\n{otherwise}\n{summary}')
 
     def run(self, *options: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": str(self.folder), "TMPDIR": str(self.folder), "HOME": os.environ["HOME"], **self.variables}
+        environment = {
+            "PATH": str(self.folder),
+            "TMPDIR": str(self.folder),
+            "HOME": os.environ["HOME"],
+            **self.variables,
+        }
         command = [str(self.folder / "bash"), str(BENCHMARKS / "gpu.sh"), *options]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -65,7 +73,10 @@ def machine(tmp_path: Path) -> Machine:
 def test_without_a_gpu_it_says_what_it_needs(machine: Machine) -> None:
     found = machine.run()
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr == ("gpu.sh: No nvidia-smi: this needs an NVIDIA GPU and its driver, or a Mac with Apple silicon.\n")
+    assert found.stderr == (
+        "gpu.sh: No nvidia-smi: this needs an NVIDIA GPU and its driver, or a Mac with Apple "
+        "silicon.\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +95,8 @@ def test_a_driver_that_does_not_fit(machine: Machine, script: str, words: str) -
 
 
 @pytest.mark.parametrize(
-    ("system", "words"), [("Darwin x86_64", "This Mac has no Apple silicon"), ("FreeBSD amd64", "not on FreeBSD")]
+    ("system", "words"),
+    [("Darwin x86_64", "This Mac has no Apple silicon"), ("FreeBSD amd64", "not on FreeBSD")],
 )
 def test_another_system(tmp_path: Path, system: str, words: str) -> None:
     found = Machine(tmp_path, system).run()
@@ -118,7 +130,9 @@ def test_an_mlx_that_computes_on_a_cpu_is_not_measured(machine: Machine) -> None
         pytest.param("Darwin arm64", None, ".[test]", marks=pytest.mark.thorough),
     ],
 )
-def test_all_steps_run_in_the_environment_that_it_makes(tmp_path: Path, system: str, cuda: int | None, installed: str) -> None:
+def test_all_steps_run_in_the_environment_that_it_makes(
+    tmp_path: Path, system: str, cuda: int | None, installed: str
+) -> None:
     machine = Machine(tmp_path, system)
     if cuda is not None:
         machine.add("nvidia-smi", SMI.format(cuda=cuda))
@@ -129,7 +143,9 @@ def test_all_steps_run_in_the_environment_that_it_makes(tmp_path: Path, system: 
     assert ran[0] == f"-m pip install --quiet --editable {installed}"
     assert re.match(r"-m mlx_blockpool.cli doctor --model demo --port \d+ --store-dir T", ran[2])
     assert ran[3] == "-m pytest -n 0 tests/kernel/test_on_device.py"
-    assert [line.split()[0] for line in ran[4:7]] == [f"benchmarks/bench_{name}.py" for name in ("kernel", "paths", "drafts")]
+    assert [line.split()[0] for line in ran[4:7]] == [
+        f"benchmarks/bench_{name}.py" for name in ("kernel", "paths", "drafts")
+    ]
     assert all(line.endswith("--quick") for line in ran[4:])
     assert "tests: ended well after" in found.stdout
     for name in ("kernel", "paths", "drafts"):
@@ -151,7 +167,12 @@ def lines(status: int, worst: float, share: float) -> list[dict[str, Any]]:
     return [
         {"bench": "gpu", "case": "tests", "status": status, "seconds": 4},
         {"bench": "paths", "case": "30 kinds of batches", "worst_share": worst},
-        {"bench": "kernel", "case": "attention", "kernel_share": share, "needed": {"kernel_share": 0.7}},
+        {
+            "bench": "kernel",
+            "case": "attention",
+            "kernel_share": share,
+            "needed": {"kernel_share": 0.7},
+        },
         {"bench": "kernel", "case": "step", "kernel_ms": 0.5, "ratio_stock": 0.1},
         {"bench": "drafts", "case": "x", "quick": True, "needed": {"no": 1}},
     ]
@@ -159,9 +180,16 @@ def lines(status: int, worst: float, share: float) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("figures", "well"),
-    [((0, 0.97, 0.7), True), ((1, 0.97, 0.7), False), ((0, 0.96, 0.7), False), ((0, 0.97, 0.69), False)],
+    [
+        ((0, 0.97, 0.7), True),
+        ((1, 0.97, 0.7), False),
+        ((0, 0.96, 0.7), False),
+        ((0, 0.97, 0.69), False),
+    ],
 )
-def test_all_figures_have_to_be_what_they_are_needed_to_be(gpu: ModuleType, figures: Any, well: bool) -> None:
+def test_all_figures_have_to_be_what_they_are_needed_to_be(
+    gpu: ModuleType, figures: Any, well: bool
+) -> None:
     words, found = gpu.summary(lines(*figures))
     assert found == well
     assert words.count("DOES NOT HOLD") == (figures[1] < 0.97) + (figures[2] < 0.7)
@@ -171,7 +199,10 @@ def test_all_figures_have_to_be_what_they_are_needed_to_be(gpu: ModuleType, figu
 
 
 def test_figures_are_kept_with_those_of_their_machine(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     written: list[Any] = []
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
@@ -182,26 +213,57 @@ def test_figures_are_kept_with_those_of_their_machine(
     assert gpu.main([str(file), "--quick"]) == 0
     assert not written
     assert gpu.main([str(file)]) == 0
-    assert [line["bench"] for line in gpu.read(tmp_path / "gpu-a-card.jsonl")] == ["drafts", "gpu", "paths", "kernel", "kernel"]
+    assert [line["bench"] for line in gpu.read(tmp_path / "gpu-a-card.jsonl")] == [
+        "drafts",
+        "gpu",
+        "paths",
+        "kernel",
+        "kernel",
+    ]
     assert list(written[0]) == ["gpu-a-card"]
     assert "gpu-a-card.jsonl" in capsys.readouterr().out
 
 
-def test_the_tables_show_what_a_gpu_has_measured(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_show_what_a_gpu_has_measured(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    cases = [f"{work}, {case.name}" for case in importlib.import_module("bench_kernel").CASES for work in ("attention", "step")]
-    line = {"bench": "kernel", "device": "a card", "kernel_ms": 0.25, "kernel_share": 0.8, "stock_ms": 1.0}
+    cases = [
+        f"{work}, {case.name}"
+        for case in importlib.import_module("bench_kernel").CASES
+        for work in ("attention", "step")
+    ]
+    line = {
+        "bench": "kernel",
+        "device": "a card",
+        "kernel_ms": 0.25,
+        "kernel_share": 0.8,
+        "stock_ms": 1.0,
+    }
     measured = [{**line, "case": case, "ratio_stock": 4.0, "ratio_ragged": 2.0} for case in cases]
-    attention, step = (gpu.figures.Figures({"gpu": measured}).row(row) for row in gpu.figures.ROWS if row.bench == "kernel")
+    attention, step = (
+        gpu.figures.Figures({"gpu": measured}).row(row)
+        for row in gpu.figures.ROWS
+        if row.bench == "kernel"
+    )
     ratio = "4.0x (2.0x of a call for each member)"
     assert attention[0].endswith("; part of the bandwidth (a card)")
-    assert attention[1:] == ["0.250 ms (80%) / 0.250 ms (80%)", "1.000 ms / 1.000 ms", f"{ratio} / {ratio}"]
+    assert attention[1:] == [
+        "0.250 ms (80%) / 0.250 ms (80%)",
+        "1.000 ms / 1.000 ms",
+        f"{ratio} / {ratio}",
+    ]
     assert step[1:] == ["0.25 ms / 0.25 ms", "1.00 ms / 1.00 ms", f"{ratio} / {ratio}"]
 
 
-def test_small_sizes_take_the_place_of_no_figure(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_sizes_take_the_place_of_no_figure(
+    gpu: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     measure = importlib.import_module("benchmarks.measure")
-    full, quick = argparse.Namespace(quick=False, out=None), argparse.Namespace(quick=True, out=None)
+    full, quick = (
+        argparse.Namespace(quick=False, out=None),
+        argparse.Namespace(quick=True, out=None),
+    )
     measure.report(full, "b", "x", ms=1)
     measure.report(quick, "b", "x", ms=2)
     measure.report(quick, "b", "y", ms=3)
@@ -209,4 +271,7 @@ def test_small_sizes_take_the_place_of_no_figure(gpu: ModuleType, capsys: pytest
     kept = importlib.import_module("benchmarks.plots").latest(found)
     assert {(line["case"], line["ms"]) for line in kept} == {("x", 1), ("y", 3)}
     figures = gpu.figures.Figures({gpu.figures.MACHINE: found})
-    assert [figures.row(gpu.figures.Row("w", "b", (case,), "{ms}")) for case in "xy"] == [["w", "1", "", ""], []]
+    assert [figures.row(gpu.figures.Row("w", "b", (case,), "{ms}")) for case in "xy"] == [
+        ["w", "1", "", ""],
+        [],
+    ]

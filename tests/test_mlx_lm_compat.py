@@ -14,7 +14,15 @@ from stock_names import problem
 
 from mlx_blockpool import mlx_lm_compat
 from mlx_blockpool.errors import UnsupportedVersionError
-from mlx_blockpool.mlx_lm_compat import EXPORTS, STOCK, SUPPORTED, StockName, check_version, installed, rebind
+from mlx_blockpool.mlx_lm_compat import (
+    EXPORTS,
+    STOCK,
+    SUPPORTED,
+    StockName,
+    check_version,
+    installed,
+    rebind,
+)
 
 GREETING = "hello"
 
@@ -34,18 +42,22 @@ def make_counter() -> tuple[types.FunctionType, list[int]]:
     return count, seen  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("version", ["0.32.2", "0.32.3", "0.32.10", "0.32.99", "0.32.2+local.1", "0.32.3.dev1"])
+@pytest.mark.parametrize(
+    "version", ["0.32.2", "0.32.3", "0.32.10", "0.32.99", "0.32.2+local.1", "0.32.3.dev1"]
+)
 def test_versions_in_the_range_are_accepted(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.33", "0.32.1", "0.31.9", "0.4.0", "1.0.0", "0.33.0rc1", "none"])
+@pytest.mark.parametrize(
+    "version", ["0.33.0", "0.33", "0.32.1", "0.31.9", "0.4.0", "1.0.0", "0.33.0rc1", "none"]
+)
 def test_versions_outside_are_refused_with_what_to_install(version: str) -> None:
     with pytest.raises(UnsupportedVersionError) as info:
         check_version(version)
     assert str(info.value) == (
         f"mlx-lm {version} is installed; mlx-blockpool needs >=0.32.2,<0.33. "
-        "Install a version that fits: pip install 'mlx-lm>=0.32.2,<0.33'."
+        "Install a supported version: pip install 'mlx-lm>=0.32.2,<0.33'."
     )
 
 
@@ -98,14 +110,22 @@ def test_rebind_refuses_what_is_not_a_python_function() -> None:
         rebind(len)
 
 
-@pytest.mark.parametrize("command", ["import mlx_blockpool.kv", "import mlx_blockpool.server", "SERVE"])
+@pytest.mark.parametrize(
+    "command", ["import mlx_blockpool.kv", "import mlx_blockpool.server", "SERVE"]
+)
 def test_another_mlx_lm_is_refused_before_it_is_used(command: str, tmp_path: Path) -> None:
     info = tmp_path / "mlx_lm-0.31.3.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-lm\nVersion: 0.31.3\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    arguments = ["-m", "mlx_blockpool.cli", "serve", "--model", "demo"] if command == "SERVE" else ["-c", command]
-    ran = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, cwd="/")
+    arguments = (
+        ["-m", "mlx_blockpool.cli", "serve", "--model", "demo"]
+        if command == "SERVE"
+        else ["-c", command]
+    )
+    ran = subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True, cwd="/"
+    )
     assert ran.returncode == 1
     assert "mlx-lm 0.31.3 is installed; mlx-blockpool needs >=0.32.2,<0.33" in ran.stderr
     assert ("Traceback" in ran.stderr) == (command != "SERVE")
@@ -122,31 +142,42 @@ def test_every_export_is_listed_with_a_reason_and_can_be_imported() -> None:
     }
 
 
-@pytest.mark.parametrize("path", ["server._no_such", "no_such_module.name", "server.APIHandler._no_such", "server.NoClass.name"])
+@pytest.mark.parametrize(
+    "path",
+    ["server._no_such", "no_such_module.name", "server.APIHandler._no_such", "server.NoClass.name"],
+)
 def test_a_name_that_is_gone_is_reported_with_the_version(path: str) -> None:
-    assert problem(path, StockName("a test")) == f"mlx-lm {installed()}: {path} is gone. It was needed for this: a test."
+    assert (
+        problem(path, StockName("a test"))
+        == f"mlx-lm {installed()}: {path} is gone. It was needed for this: a test."
+    )
 
 
 def test_a_changed_signature_is_reported_with_the_version() -> None:
     found = problem("server._make_sampler", StockName("a test", "(args)"))
     assert found == (
-        f"mlx-lm {installed()}: server._make_sampler takes (args, tokenizer), and took (args). It is needed for this: a test."
+        f"mlx-lm {installed()}: server._make_sampler takes (args, tokenizer), and took (args). It "
+        "is needed for this: a test."
     )
 
 
 def test_a_function_that_no_longer_reads_what_a_copy_replaces_is_reported() -> None:
     found = problem("server._make_sampler", StockName("a test", None, ("make_sampler", "random")))
     assert found == (
-        f"mlx-lm {installed()}: server._make_sampler does not read random any more. A copy of it replaces them for this: a test."
+        f"mlx-lm {installed()}: server._make_sampler does not read random any more. A copy of it "
+        "replaces them for this: a test."
     )
 
 
-def test_importing_a_name_that_is_gone_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_a_name_that_is_gone_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(EXPORTS, "gone", "server._gone")
     with pytest.raises(UnsupportedVersionError) as info:
         _ = mlx_lm_compat.gone
     assert str(info.value) == (
-        f"mlx-lm {installed()} has no server._gone. Install a version that fits: pip install 'mlx-lm>=0.32.2,<0.33'."
+        f"mlx-lm {installed()} has no server._gone. Install a supported version: pip install "
+        "'mlx-lm>=0.32.2,<0.33'."
     )
 
 

@@ -30,7 +30,9 @@ GEMMA_WINDOW = WindowLayer(8, 256, 256, 1024)
 GEMMA = ModelCacheSpec("gemma-3-12b", ((GEMMA_WINDOW,) * 5 + (GEMMA_FULL,)) * 8)
 LLAMA = ModelCacheSpec("llama-3.1-8b", (FullLayer(8, 128, 128),) * 32, "bfloat16")
 QWEN = ModelCacheSpec("qwen-2.5-14b", (FullLayer(8, 128, 128),) * 48, "bfloat16")
-GPT_OSS = ModelCacheSpec("gpt-oss-20b", (WindowLayer(8, 64, 64, 128), FullLayer(8, 64, 64)) * 12, "bfloat16")
+GPT_OSS = ModelCacheSpec(
+    "gpt-oss-20b", (WindowLayer(8, 64, 64, 128), FullLayer(8, 64, 64)) * 12, "bfloat16"
+)
 # Shapes of one Mamba layer in float32: 3 * 8 and 8 * 4 numbers.
 STATE = StateLayer((((1, 3, 8), "float32"), ((1, 8, 4), "float32")))
 
@@ -41,7 +43,9 @@ def test_a_block_is_256_tokens() -> None:
 
 
 @pytest.mark.parametrize("layer", [GEMMA_FULL, GEMMA_WINDOW])
-def test_gemma_block_of_one_layer_is_2_mib_in_float16_and_a_little_more_than_half_of_it_at_8_bits(layer: FullLayer) -> None:
+def test_gemma_block_of_one_layer_is_2_mib_in_float16_and_a_little_more_than_half_of_it_at_8_bits(
+    layer: FullLayer,
+) -> None:
     # 256 tokens * 8 heads * (256 + 256) values * 2 bytes
     assert GEMMA.bytes_per_block_per_layer(layer) == 2 * MIB
     # A scale and a bias of 2 bytes for each 64 of the 2**20 values
@@ -54,14 +58,36 @@ def test_gemma_window_is_a_ring_of_4_blocks() -> None:
     assert GEMMA_WINDOW.max_blocks == 4
     assert WindowLayer(8, 256, 256, 1025).max_blocks == 5
     assert GEMMA_FULL.max_blocks is None
-    assert [GEMMA.blocks(n, GEMMA_WINDOW) for n in (0, 1, 256, 257, 1024, 1025, 100_000)] == [0, 1, 1, 2, 4, 4, 4]
-    assert [GEMMA.blocks(n, GEMMA_FULL) for n in (0, 1, 256, 257, 1024, 1025, 100_000)] == [0, 1, 1, 2, 4, 5, 391]
+    assert [GEMMA.blocks(n, GEMMA_WINDOW) for n in (0, 1, 256, 257, 1024, 1025, 100_000)] == [
+        0,
+        1,
+        1,
+        2,
+        4,
+        4,
+        4,
+    ]
+    assert [GEMMA.blocks(n, GEMMA_FULL) for n in (0, 1, 256, 257, 1024, 1025, 100_000)] == [
+        0,
+        1,
+        1,
+        2,
+        4,
+        5,
+        391,
+    ]
 
 
 def test_gemma_groups_are_its_40_windows_and_its_8_full_layers() -> None:
     windows = tuple(i for i in range(48) if i % 6 != 5)
-    assert GEMMA.groups == (LayerGroup(GEMMA_WINDOW, windows), LayerGroup(GEMMA_FULL, (5, 11, 17, 23, 29, 35, 41, 47)))
-    assert [g.name for g in GEMMA.groups] == ["window 1024 x40 (8 heads, dim 256)", "full x8 (8 heads, dim 256)"]
+    assert GEMMA.groups == (
+        LayerGroup(GEMMA_WINDOW, windows),
+        LayerGroup(GEMMA_FULL, (5, 11, 17, 23, 29, 35, 41, 47)),
+    )
+    assert [g.name for g in GEMMA.groups] == [
+        "window 1024 x40 (8 heads, dim 256)",
+        "full x8 (8 heads, dim 256)",
+    ]
     assert [GEMMA.bytes_per_block(g) for g in GEMMA.groups] == [80 * MIB, 16 * MIB]
 
 
@@ -78,7 +104,10 @@ def test_gemma_agent_pays_for_windows_only_until_they_are_full() -> None:
 def test_llama_token_is_131072_bytes() -> None:
     assert LLAMA.bytes_per_token() == 131_072
     assert LLAMA.bytes_per_token_per_layer(LLAMA.layers[0]) == 4096
-    assert LLAMA.with_bits(KVBits()).bytes_per_token_per_layer(LLAMA.layers[0]) == 2048 + 2048 // 64 * 4
+    assert (
+        LLAMA.with_bits(KVBits()).bytes_per_token_per_layer(LLAMA.layers[0])
+        == 2048 + 2048 // 64 * 4
+    )
     assert LLAMA.groups == (LayerGroup(FullLayer(8, 128, 128), tuple(range(32))),)
     assert LLAMA.bytes_per_block(LLAMA.groups[0]) == 32 * MIB
     # In whole blocks: token 8193 costs a block more.
@@ -185,7 +214,9 @@ def test_fingerprint_changes_with_everything_that_shapes_the_caches() -> None:
 def test_fingerprint_without_bits_is_what_it_always_was() -> None:
     # The names of folders that users have on their disks.
     full, window = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 512)
-    hybrid = ModelCacheSpec("hybrid", (CompositeLayer((STATE, full, window)), ChunkLayer(1, 2, 2, 8192)), "float32")
+    hybrid = ModelCacheSpec(
+        "hybrid", (CompositeLayer((STATE, full, window)), ChunkLayer(1, 2, 2, 8192)), "float32"
+    )
     assert [spec.fingerprint() for spec in (GEMMA, LLAMA, QWEN, GPT_OSS, hybrid)] == [
         "be7b7c2d63f8c07c12d212ac3970466c",
         "781a56c2099aec3f4f5e4db712ae9f9b",
@@ -199,7 +230,14 @@ def test_fingerprint_without_bits_is_what_it_always_was() -> None:
 def test_fingerprint_changes_with_the_form_of_keys_or_values() -> None:
     # 96 is no multiple of 64 or 128, so that groups of 32 are taken in their place.
     odd = ModelCacheSpec("phi", (FullLayer(1, 96, 96),))
-    all_bits = [KVBits(8, 8), KVBits(4, 4), KVBits(8, 4), KVBits(4, 8), KVBits(8, None), KVBits(None, 8)]
+    all_bits = [
+        KVBits(8, 8),
+        KVBits(4, 4),
+        KVBits(8, 4),
+        KVBits(4, 8),
+        KVBits(8, None),
+        KVBits(None, 8),
+    ]
     fingerprints = [odd.fingerprint(), *(odd.with_bits(bits).fingerprint() for bits in all_bits)]
     assert len(set(fingerprints)) == len(fingerprints)
     assert len({odd.with_bits(KVBits(8, 8, group)).fingerprint() for group in (32, 64, 128)}) == 1
@@ -218,7 +256,9 @@ def test_fingerprint_changes_with_the_form_of_keys_or_values() -> None:
         (0, 64, None),
     ],
 )
-def test_rows_are_quantised_in_groups_that_divide_them(dim: int, group_size: int, expected: Form | None) -> None:
+def test_rows_are_quantised_in_groups_that_divide_them(
+    dim: int, group_size: int, expected: Form | None
+) -> None:
     assert form_of(dim, 8, group_size) == expected
     assert form_of(dim, None, group_size) is None
 
@@ -248,7 +288,9 @@ def test_bytes_of_quantised_rows(layer: FullLayer, dtype: str, bits: KVBits, exp
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.53125), (4, 0.28125)])
 def test_blocks_of_a_16_bit_model_shrink_to_half_and_to_28_percent(bits: int, share: float) -> None:
     for spec in (GEMMA, LLAMA, GPT_OSS):
-        assert spec.with_bits(KVBits(bits, bits)).bytes_per_agent(10_000) == share * spec.bytes_per_agent(10_000)
+        assert spec.with_bits(KVBits(bits, bits)).bytes_per_agent(
+            10_000
+        ) == share * spec.bytes_per_agent(10_000)
 
 
 def test_bits_that_quantise_nothing_are_none() -> None:
@@ -274,7 +316,9 @@ def test_specs_are_frozen() -> None:
 
 
 def test_an_unknown_dtype_is_refused_with_both_figures() -> None:
-    with pytest.raises(SpecError, match=r"m: dtype 'int4' is none of \['bfloat16', 'float16', 'float32'\]"):
+    with pytest.raises(
+        SpecError, match=r"m: dtype must be one of bfloat16, float16, float32 \(got 'int4'\)"
+    ):
         ModelCacheSpec("m", (FullLayer(1, 2, 2),), "int4")
     with pytest.raises(SpecError, match="int8"):
         LLAMA.with_dtype("int8")

@@ -1,6 +1,6 @@
-"""`mlx-blockpool store`: path, stats, check, scrub and clear; its options, what each does, and the words of its reports.
+"""`mlx-blockpool store`: the options, work and reports of path, stats, check, scrub and clear.
 
-Imports no mlx. Works beside servers that run on the same files.
+Imports no mlx. Works while servers use the same files.
 """
 
 from __future__ import annotations
@@ -17,32 +17,60 @@ from typing import Any
 from ..errors import StoreError
 from ..formatting import Report, count, human_bytes, table
 from ..spec import DTYPE_BYTES
-from ..store import fsck
-from ..store.agent_files import Agents
-from ..store.agent_records import utc
+from ..store import fsck, headers
+from ..store.agents import Agents
+from ..store.fs import safe_name
 from ..store.fsck import Judged
-from ..store.paths import HEADERS_FILE, MODEL_FILE, default_folder, folder_of
+from ..store.paths import MODEL_FILE, default_folder, folder_of
 from ..store.scan import File, Listing
+from ..tier.agent_records import StoredPaths, utc
 
-# Paths that a report in words names one by one.
+# The most paths that a report as text lists one by one.
 SHOWN = 20
 Actions = Any  # argparse._SubParsersAction
 
-# -- options -----------------------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 def add_options(parser: argparse.ArgumentParser) -> Actions:
-    """Add the actions of this file. Returns the group, to which agents.py and transfer.py add theirs."""
+    """Add the actions of this module.
+
+    Returns the group, to which agents.py and transfer.py add theirs.
+    """
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    add_action(actions, "path", "print the folder of the store", _path, lambda report: str(report["folder"]))
-    add_action(actions, "stats", "what is stored for each model", lambda args: stats(folder_at(args.store_dir)), describe_stats)
-    fix = "bad records to quarantine; leftovers, and records that nothing leads to, removed"
-    for name, what in (("check", "the name, length and header of every record"), ("scrub", "every record to its last byte")):
-        action = add_action(actions, name, f"check {what}; status 1 if something is wrong", _check, describe_check)
+    add_action(
+        actions,
+        "path",
+        "print the folder of the store",
+        _path,
+        lambda report: str(report["folder"]),
+    )
+    add_action(
+        actions,
+        "stats",
+        "show what is stored for each model",
+        lambda args: stats(folder_at(args.store_dir)),
+        describe_stats,
+    )
+    fix = (
+        "move bad records and those of an older format to quarantine; remove leftovers and "
+        "unreachable records"
+    )
+    for name, what in (
+        ("check", "the name, length and header of every record"),
+        ("scrub", "every record to its last byte"),
+    ):
+        action = add_action(
+            actions, name, f"check {what}; status 1 if something is wrong", _check, describe_check
+        )
         action.add_argument("--fix", action="store_true", help=fix)
     clearing = add_action(actions, "clear", "remove records", _clear, describe_clear)
-    clearing.add_argument("--model", metavar="ID", help="only those of this model, by its id or namespace (default: all)")
-    clearing.add_argument("--yes", action="store_true", help="do not ask")
+    clearing.add_argument(
+        "--model",
+        metavar="ID",
+        help="only those of this model, by its id or namespace (default: all)",
+    )
+    clearing.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     return actions
 
 
@@ -53,17 +81,28 @@ def add_action(
     run: Callable[[argparse.Namespace], Report],
     describe: Callable[[Report], str],
 ) -> argparse.ArgumentParser:
-    """Add one action with --store-dir and --json; the result takes further options.
+    """Add one action with --store-dir and --json. Returns its parser, to which callers add further
+    options.
 
-    `describe`: words the report of `run`. The exit status is 1 for a report that says it is not `clean`.
+    `describe`: turns the report of `run` into text. The exit status is 1 if the report is not
+    `clean`.
     """
 
     def printed(args: argparse.Namespace) -> tuple[str, int]:
         report = run(args)
-        return json.dumps(report, indent=2) if args.json else describe(report), int(not report.get("clean", True))
+        return json.dumps(report, indent=2) if args.json else describe(report), int(
+            not report.get("clean", True)
+        )
 
-    action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    action.add_argument("--store-dir", type=Path, metavar="DIR", help="where the store is (default: the user's cache folder)")
+    action: argparse.ArgumentParser = actions.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}."
+    )
+    action.add_argument(
+        "--store-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the store is (default: the user's cache folder)",
+    )
     action.add_argument("--json", action="store_true", help="everything as JSON")
     action.set_defaults(run=printed)
     return action
@@ -81,17 +120,16 @@ def _clear(args: argparse.Namespace) -> Report:
     return clear(folder_at(args.store_dir), args.model, args.yes)
 
 
-# -- the files ---------------------------------------------------------------------------------------------------------
+# -- the files -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Survey:
-    """Every file of a store: its records as judged, those without a parent (orphans), and agents that cannot be read."""
+class StoreFiles:
+    """Every file of a store: its records as judged, and those without a parent (orphans)."""
 
     listing: Listing
     judged: list[Judged]
     orphans: list[File]
-    bad_agents: list[tuple[Path, str]]
 
     @property
     def bad(self) -> list[Judged]:
@@ -99,25 +137,29 @@ class Survey:
 
 
 def folder_at(store_dir: Path | None) -> Path:
-    """The folder of a prompt store; None: this user's, which need not be there yet. Raises StoreError if another is missing."""
+    """The folder of a prompt store, by default this user's, which may not exist yet.
+
+    Raises StoreError if another is missing.
+    """
     root = default_folder() if store_dir is None else store_dir
     if store_dir is not None and not root.is_dir():
-        raise StoreError(f"There is no folder {root}. Give --store-dir the path of a prompt store.")
+        raise StoreError(f"{root} is not a folder. Give --store-dir the path of a prompt store.")
     return root
 
 
-def survey(root: Path, with_data: bool = False, noted: bool = False) -> Survey:
-    """Read the header of every record, or every byte of it; `noted`: what a server has noted of headers will do."""
+def survey(root: Path, with_data: bool = False, noted: bool = False) -> StoreFiles:
+    """Read the header of every record, or every byte of it.
+
+    `noted`: headers in the store's database are enough.
+    """
     listing, judged, later = fsck.judge_all(root, with_data, noted)
     lost, seen = [], {file.name for file in listing.records}
     for namespace in listing.namespaces:
-        lost += fsck.orphans(j for j in judged + later if j.file.namespace == namespace)
-    # Of the listing, which follows no links: a linked folder of agents is not the store's.
-    bad_agents = Agents(root).bad_among(file.path.name for file in listing.agents)
-    return Survey(listing, judged, [file for file in lost if file.name in seen], bad_agents)
+        lost += StoredPaths(j for j in judged + later if j.file.namespace == namespace).orphans
+    return StoreFiles(listing, judged, [file for file in lost if file.name in seen])
 
 
-# -- stats -------------------------------------------------------------------------------------------------------------
+# -- stats -----------------------------------------------------------------------------------------
 
 
 def stats(root: Path) -> Report:
@@ -125,12 +167,15 @@ def stats(root: Path) -> Report:
     found = survey(root, noted=True)
     listing = found.listing
     models = [_model_stats(found, namespace) for namespace in sorted(listing.models)]
-    totals = {key: sum(model[key] for model in models) for key in ("records", "bytes", "tokens", "orphans", "bad")}
+    totals = {
+        key: sum(model[key] for model in models)
+        for key in ("records", "bytes", "tokens", "orphans", "bad")
+    }
     return {
         "folder": str(root),
         "models": models,
         "total": totals | _uses(listing.records),
-        "agents": sorted(file.path.stem for file in listing.agents),
+        "agents": sorted(safe_name(agent.name) for agent in Agents(root).all()),
         "quarantine": _sizes(file for file in listing.quarantined if file.path.suffix != ".txt"),
         "leftovers": _sizes(listing.leftovers),
         "foreign": [str(path) for path in listing.foreign],
@@ -138,9 +183,11 @@ def stats(root: Path) -> Report:
     }
 
 
-def _model_stats(found: Survey, namespace: str) -> Report:
+def _model_stats(found: StoreFiles, namespace: str) -> Report:
     files = found.listing.of(namespace)
-    headers = [j.header for j in found.judged if j.file.namespace == namespace and j.header is not None]
+    headers = [
+        j.header for j in found.judged if j.file.namespace == namespace and j.header is not None
+    ]
     return {
         "namespace": namespace,
         "model": found.listing.models[namespace],
@@ -155,7 +202,10 @@ def _model_stats(found: Survey, namespace: str) -> Report:
 
 def _uses(files: Iterable[File]) -> Report:
     times = [file.used for file in files]
-    return {"oldest_use": utc(min(times)) if times else None, "newest_use": utc(max(times)) if times else None}
+    return {
+        "oldest_use": utc(min(times)) if times else None,
+        "newest_use": utc(max(times)) if times else None,
+    }
 
 
 def _sizes(files: Iterable[File]) -> Report:
@@ -167,17 +217,38 @@ def describe_stats(report: Report) -> str:
     """The figures as a table and a closing line."""
     lines = [f"{report['folder']}: {records_text(report['total'])}", ""]
     if report["models"]:
-        rows = [["model", "namespace", "bits", "records", "tokens", "size", "oldest use (UTC)", "newest use (UTC)", "orphans"]]
-        rows += [[_name_and_ranks(model), model["namespace"], _bits(model), *_cells(model)] for model in report["models"]]
+        rows = [
+            [
+                "model",
+                "namespace",
+                "bits",
+                "records",
+                "tokens",
+                "size",
+                "oldest use (UTC)",
+                "newest use (UTC)",
+                "orphans",
+            ]
+        ]
+        rows += [
+            [_name_and_ranks(model), model["namespace"], _bits(model), *_cells(model)]
+            for model in report["models"]
+        ]
         rows += [["all", "", "", *_cells(report["total"])]]
         lines += [*table(rows, left=3), ""]
     parts = [
-        f"{name}: {count(report[name.lower()]['files'], 'file')} ({human_bytes(report[name.lower()]['bytes'])})"
+        f"{name}: {count(report[name.lower()]['files'], 'file')} "
+        f"({human_bytes(report[name.lower()]['bytes'])})"
         for name in ("Quarantine", "leftovers")
     ]
     lines.append(f"{'; '.join(parts)}; {count(len(report['agents']), 'agent')}.")
-    if report["total"]["bad"] or report["total"]["orphans"] or report["leftovers"]["files"] or report["unreadable"]:
-        lines.append("Some of it is of no use; `mlx-blockpool store check` says what.")
+    if (
+        report["total"]["bad"]
+        or report["total"]["orphans"]
+        or report["leftovers"]["files"]
+        or report["unreadable"]
+    ):
+        lines.append("Some files cannot be used; `mlx-blockpool store check` lists them.")
     return "\n".join(lines)
 
 
@@ -186,35 +257,42 @@ def _name(model: Report) -> str:
 
 
 def _name_and_ranks(model: Report) -> str:
-    """The name of a model, and whose records of it these are where several ranks share it."""
+    """The name of a model, with the ranks whose records these are if several ranks share it."""
     ranks = (model["model"] or {}).get("ranks")
     return f"{_name(model)} ({ranks})" if ranks else _name(model)
 
 
 def _bits(model: Report) -> str:
-    """How the blocks of its records are held in memory, and on disk where that is coarser; empty if nothing says it."""
+    """The bits of the keys and values in a model's records; empty if unknown."""
     about = model["model"] or {}
-    own, pool, stored = 8 * DTYPE_BYTES.get(str(about.get("dtype")), 0), about.get("kv_bits"), about.get("bits")
+    own, pool = 8 * DTYPE_BYTES.get(str(about.get("dtype")), 0), about.get("kv_bits")
     keys, values = ((isinstance(pool, dict) and pool.get(of)) or own for of in ("keys", "values"))
-    held = f"{keys}" if keys == values else f"keys {keys}, values {values}"
-    return "" if not own else f"{held}, stored in {stored}" if stored else held
+    return "" if not own else f"{keys}" if keys == values else f"keys {keys}, values {values}"
 
 
 def _cells(figures: Report) -> list[str]:
-    uses = [str(figures[key] or "never")[:16].replace("T", " ") for key in ("oldest_use", "newest_use")]
-    return [f"{figures['records']:,}", f"{figures['tokens']:,}", human_bytes(figures["bytes"]), *uses, f"{figures['orphans']:,}"]
+    uses = [
+        str(figures[key] or "never")[:16].replace("T", " ") for key in ("oldest_use", "newest_use")
+    ]
+    return [
+        f"{figures['records']:,}",
+        f"{figures['tokens']:,}",
+        human_bytes(figures["bytes"]),
+        *uses,
+        f"{figures['orphans']:,}",
+    ]
 
 
-# -- check -------------------------------------------------------------------------------------------------------------
+# -- check -----------------------------------------------------------------------------------------
 
 
 def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
-    """What is wrong with the store, and whether it is still so: `clean`. `fix` puts bad records and agents into quarantine
-    and removes leftovers, records that nothing leads to and empty folders.
+    """The problems of the store; `clean` if none is left. `fix` moves bad records to quarantine and
+    removes leftovers, unreachable records and empty folders.
     """
     found = survey(root, with_data)
     listing = found.listing
-    problems = [*found.bad, *listing.leftovers, *found.orphans, *found.bad_agents, *listing.unreadable]
+    problems = [*found.bad, *listing.leftovers, *found.orphans, *listing.unreadable]
     failed = _reasons([*listing.unreadable, *(_fix(root, found) if fix else ())])
     return {
         "folder": str(root),
@@ -222,7 +300,6 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
         "bytes": sum(judged.file.size for judged in found.judged),
         "with_data": with_data,
         "bad": _reasons((judged.file.path, judged.problem) for judged in found.bad),
-        "bad_agents": _reasons(found.bad_agents),
         "orphans": [str(file.path) for file in found.orphans],
         "leftovers": [str(file.path) for file in listing.leftovers],
         "foreign": [str(path) for path in listing.foreign],
@@ -232,13 +309,16 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
     }
 
 
-def _fix(root: Path, found: Survey) -> list[tuple[Path, OSError]]:
+def _fix(root: Path, found: StoreFiles) -> list[tuple[Path, OSError]]:
     """Returns what could not be done, and why."""
-    # A server may have written an agent again in the meantime.
-    bad_agents = Agents(root).bad_among(path.name for path, _ in found.bad_agents)
-    bad = [*((judged.file.path, str(judged.problem)) for judged in found.bad), *bad_agents]
-    acts: list[tuple[Path, Callable[[], object]]] = [(path, partial(fsck.set_aside, root, path, why)) for path, why in bad]
-    acts += [(file.path, partial(fsck.remove, [file])) for file in [*found.orphans, *found.listing.leftovers]]
+    bad = [(judged.file.path, str(judged.problem)) for judged in found.bad]
+    acts: list[tuple[Path, Callable[[], object]]] = [
+        (path, partial(fsck.set_aside, root, path, why)) for path, why in bad
+    ]
+    acts += [
+        (file.path, partial(fsck.remove, [file]))
+        for file in [*found.orphans, *found.listing.leftovers]
+    ]
     failed = []
     for path, act in acts:
         try:
@@ -254,9 +334,11 @@ def _reasons(found: Iterable[tuple[Path, Any]]) -> list[dict[str, str]]:
 
 
 def describe_check(report: Report) -> str:
-    """One line for each thing that is wrong, and a closing sentence."""
-    lines = [f"bad: {item['reason']}" for item in [*report["bad"], *report["bad_agents"]]]
-    lines += [f"orphan: {path}" for path in report["orphans"]] + [f"leftover: {path}" for path in report["leftovers"]]
+    """One line for each problem, and a summary."""
+    lines = [f"bad: {item['reason']}" for item in report["bad"]]
+    lines += [f"orphan: {path}" for path in report["orphans"]] + [
+        f"leftover: {path}" for path in report["leftovers"]
+    ]
     lines += [f"not the store's, left alone: {path}" for path in report["foreign"]]
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"... and {len(lines) - SHOWN:,} more; --json lists all"]
@@ -264,64 +346,85 @@ def describe_check(report: Report) -> str:
     how = "to the last byte" if report["with_data"] else "by name, length and header"
     checked = f"Checked {records_text(report)} {how}: "
     kinds = [("bad", "bad record"), ("orphans", "orphan"), ("leftovers", "leftover")]
-    kinds += [("bad_agents", "bad agent")] if report["bad_agents"] else []
     counts = ", ".join(count(len(report[key]), word) for key, word in kinds)
-    if not any(report[key] for key in ("bad", "orphans", "leftovers", "bad_agents", "failed")):
-        return "\n".join([*lines, checked + "no problems."])
-    if not report["fixed"]:
-        return "\n".join([*lines, f"{checked}{counts}. With --fix bad ones go to quarantine and the others are removed."])
-    end = "Mended." if report["clean"] else f"{count(len(report['failed']), 'problem')} could not be mended."
-    return "\n".join([*lines, f"{checked}{counts}. {end}"])
+    if not any(report[key] for key in ("bad", "orphans", "leftovers", "failed")):
+        end = "no problems."
+    elif not report["fixed"]:
+        end = f"{counts}. --fix moves bad records to quarantine and removes the others."
+    else:
+        fixed = (
+            "Fixed."
+            if report["clean"]
+            else f"{count(len(report['failed']), 'problem')} could not be fixed."
+        )
+        end = f"{counts}. {fixed}"
+    return "\n".join([*lines, f"{checked}{end}"])
 
 
-# -- clear -------------------------------------------------------------------------------------------------------------
+# -- clear -----------------------------------------------------------------------------------------
 
 
 def clear(root: Path, model: str | None = None, yes: bool = False) -> Report:
-    """Remove the records of one model, by its namespace or id, or of all with what is in quarantine. Asks unless `yes`.
+    """Remove the records of one model, by its namespace or id, or all records and the quarantine.
+    Asks unless `yes`.
 
-    Raises StoreError if there is no such model, or no terminal for the question.
+    Raises StoreError if the store lacks the model, or if there is no terminal for the question.
     """
     listing = Listing(root)
     names = _namespaces(listing, model)
     records = [file for name in names for file in listing.of(name)]
     others = [file for file in listing.leftovers if model is None or file.namespace in names]
     others += listing.quarantined if model is None else []
-    what = f"{records_text({'records': len(records), 'bytes': sum(file.size for file in records)})} from {root}"
+    what = (
+        f"{records_text({'records': len(records), 'bytes': sum(file.size for file in records)})} "
+        f"from {root}"
+    )
     if (records or others) and not (yes or confirm(what)):
         return {"folder": str(root), "models": names, "records": 0, "bytes": 0}
     try:
         gone = fsck.remove(records)
         fsck.remove(others)
         left = Listing(root)
-        files = [f"{folder_of(name)}/{HEADERS_FILE}" for name in names]
-        files += [f"{folder_of(name)}/{MODEL_FILE}" for name in names if not left.of(name)]
+        headers.forget(root, names)
+        files = [f"{folder_of(name)}/{MODEL_FILE}" for name in names if not left.of(name)]
         fsck.remove(File(root, name) for name in files)
     except OSError as error:
-        raise StoreError(f"Cannot remove {error.filename}: {error.strerror}. Run as a user who may write there.") from error
+        raise StoreError(
+            f"Cannot remove {error.filename}: {error.strerror}. Run as a user who may write there."
+        ) from error
     own = [root / "models" / name for name in names]
-    fsck.remove_empty(f for f in listing.folders if model is None or any(f.is_relative_to(o) for o in own))
+    fsck.remove_empty(
+        f for f in listing.folders if model is None or any(f.is_relative_to(o) for o in own)
+    )
     return {"folder": str(root), "models": names, **_sizes(gone), "records": len(gone)}
 
 
 def _namespaces(listing: Listing, model: str | None) -> list[str]:
     if model is None:
         return sorted(listing.models)
-    found = [name for name, about in sorted(listing.models.items()) if model in (name, (about or {}).get("model_id"))]
+    found = [
+        name
+        for name, about in sorted(listing.models.items())
+        if model in (name, (about or {}).get("model_id"))
+    ]
     if not found:
         known = sorted({_name({"model": about}) for about in listing.models.values()})
         there = f"those of {', '.join(known)}" if known else "none"
         raise StoreError(
-            f"There are no records of {model!r}, but {there}. Give --model an id or a namespace that `store stats` shows."
+            f"The store has no records of {model!r}, but {there}. Give --model an id or a "
+            "namespace that `store stats` shows."
         )
     return found
 
 
 def confirm(what: str) -> bool:
-    """Ask on the terminal whether to remove `what`. Raises StoreError if there is no terminal."""
+    """Ask on the terminal whether to remove `what`. Raises StoreError without a terminal."""
     for name, stream in (("stdin", sys.stdin), ("stderr", sys.stderr)):
         if not stream.isatty():
-            raise StoreError(f"Refusing to remove {what} without confirmation: {name} is not a terminal. Pass --yes.")
+            raise StoreError(
+                f"Refusing to remove {what} without confirmation: {name} is not a terminal. Pass "
+                "--yes."
+            )
     print(f"Remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 
 from ..config import parse_bytes
-from ..errors import BlockpoolError
-from ..formatting import Report
+from ..errors import StoreError
+from ..formatting import Report, line_of
 from ..spec import BLOCK_TOKENS
-from ..store.agent_files import shown
 from ..store.paths import default_folder
 from .plan import add_kv_options, kv_bits_of
 from .store import Actions, add_action, folder_at
@@ -18,53 +17,80 @@ from .store import Actions, add_action, folder_at
 def add_options(actions: Actions) -> None:
     """Add `export` and `import` to the actions of `store`."""
     text = "write the longest stored prefix of a prompt as a prompt-cache file of mlx-lm"
-    _add_common(add_action(actions, "export", text, _export, describe_export), "OUT", prompt_required=True)
-    text = "put the prefix in a prompt-cache file of mlx-lm into the store"
-    importing = add_action(actions, "import", text, _import, describe_import)
-    _add_common(importing, "FILE", prompt_required=False)
-    importing.add_argument("--store-bytes", type=_size, metavar="SIZE", help="hard limit for what is on disk, as the server's")
-
-
-def _add_common(action: argparse.ArgumentParser, file: str, prompt_required: bool) -> None:
-    action.add_argument("file", type=Path, metavar=file, help="a .safetensors file of mlx-lm's save_prompt_cache")
-    action.add_argument("--model", required=True, help="the model folder, or the id of a downloaded model")
-    action.add_argument("--adapter-path", type=Path, metavar="DIR", help="the adapter that the model runs with")
-    action.add_argument("--store-bits", type=int, choices=(4, 8), help="as the server's: how the store is quantised")
-    add_kv_options(action, "as the server's: the bits of keys and values in memory")
-    action.add_argument("--agent", metavar="NAME", help="the agent whose prefix it is; needed for files of other stores")
-    prompt = action.add_mutually_exclusive_group(required=prompt_required)
+    exporting = add_action(actions, "export", text, _export, describe_export)
+    prompt = exporting.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--tokens", metavar="N,N,..", help="token ids of the prompt")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the prompt's text, special tokens and all")
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except BlockpoolError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    prompt.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help="the text of the prompt, with its special tokens",
+    )
+    importing = add_action(
+        actions,
+        "import",
+        "put the prefix in a file of `store export` into the store",
+        _import,
+        describe_import,
+    )
+    importing.add_argument(
+        "--store-bytes", metavar="SIZE", help="hard limit for the store on disk, as the server's"
+    )
+    for action in (exporting, importing):
+        action.add_argument(
+            "file",
+            type=Path,
+            metavar="FILE",
+            help="a .safetensors file, as of mlx-lm's save_prompt_cache",
+        )
+        action.add_argument(
+            "--model", required=True, help="the model folder, or the id of a downloaded model"
+        )
+        action.add_argument(
+            "--adapter-path", type=Path, metavar="DIR", help="the adapter of the model"
+        )
+        add_kv_options(action, "the bits of keys and values in memory, as the server's")
+        action.add_argument("--agent", metavar="NAME", help="the agent whose prefix it is")
 
 
 # mlx is imported when they run: the other commands start without it.
 
 
 def _export(args: argparse.Namespace) -> Report:
-    from ..transfer import model_source, offline
+    from .cache_file import StoredModel, export, ids_in
 
-    prompt = model_source.prompt_of(args.tokens, args.prompt_file)
-    source = model_source.Source(args.model, folder_at(args.store_dir), args.adapter_path, args.store_bits, kv=kv_bits_of(args))
-    return offline.export(source, prompt, args.file, args.agent)
+    source = StoredModel(
+        args.model, folder_at(args.store_dir), args.adapter_path, kv=kv_bits_of(args)
+    )
+    try:
+        tokens = (
+            source.encode(args.prompt_file.read_text(encoding="utf-8"))
+            if args.tokens is None
+            else ids_in(args.tokens)
+        )
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"Cannot read the prompt: {line_of(error)}. Give --prompt-file a text file, or "
+            "--tokens 1,2,3."
+        ) from error
+    return export(source, tokens, args.file, args.agent)
 
 
 def _import(args: argparse.Namespace) -> Report:
-    from ..transfer import model_source, offline
+    from .cache_file import StoredModel, import_file
 
-    prompt = model_source.prompt_of(args.tokens, args.prompt_file)
-    root = args.store_dir or default_folder()
-    source = model_source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes, kv_bits_of(args))
-    return offline.import_file(source, prompt, args.file, args.agent)
+    root, size = (
+        args.store_dir or default_folder(),
+        args.store_bytes and parse_bytes(args.store_bytes),
+    )
+    return import_file(
+        StoredModel(args.model, root, args.adapter_path, size, kv_bits_of(args)),
+        args.file,
+        args.agent,
+    )
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def describe_export(report: Report) -> str:
@@ -73,5 +99,6 @@ def describe_export(report: Report) -> str:
 
 def describe_import(report: Report) -> str:
     blocks = f"{report['blocks']:,} blocks of at most {BLOCK_TOKENS} tokens"
-    whose = f" Only agent {shown(report['agent'])} continues from them: {report['why']}." if report["private"] else ""
-    return f"Stored {report['tokens']:,} tokens from {report['file']} in {report['folder']}, {blocks}.{whose}"
+    return (
+        f"Stored {report['tokens']:,} tokens from {report['file']} in {report['folder']}, {blocks}."
+    )

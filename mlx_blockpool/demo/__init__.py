@@ -1,18 +1,21 @@
-"""Two tiny chat models, with the data and the scripts that made them: one answers questions about this project, one calls tools.
+"""A tiny chat model that answers questions about this project, and five agents that talk to it.
 
-Knows where the models lie. Does not know mlx; only train, agent and numpy_math do.
+Holds the model's folder and its questions; benchmarks/demo of the repository trains it. Does not
+import mlx.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["NAMES", "model_path"]
+__all__ = ["NAME", "model_path"]
 
 # What --model takes in place of a folder.
-NAMES = {"demo": "model", "demo-agent": "agent_model"}
+NAME = "demo"
 
 
-def model_path(name: str = "demo") -> str:
-    """The folder of a bundled model, in the form that mlx_lm.load takes; any other name as it is."""
-    return str(Path(__file__).parent / NAMES[name]) if name in NAMES else name
+def model_path(name: str = NAME) -> str:
+    """Return the folder of the bundled model, in the form that mlx_lm.load takes; any other name
+    is returned unchanged.
+    """
+    return str(Path(__file__).parent / "model") if name == NAME else name

@@ -1,4 +1,8 @@
-"""Acceptance: how often the guesses of one source come true, by how many tokens before them it had recognised."""
+"""AcceptanceRates: how often the guesses of one source come true, by how many tokens before them it
+had recognised.
+
+Does not know models or arrays. Owned by the generation thread.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,40 @@ import math
 
 from .index import LONGEST
 
-# The first match length of each bucket. Up to 2 tokens are recognised where a source goes on behind a token that it missed.
+# The first match length of each bucket. Up to 2 tokens are recognised where a source continues
+# after a token that it missed.
 BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, LONGEST)
 # In place of a match length: of a token that is guessed to be replaced as before.
 REPLACED = LONGEST + 1
 # The bucket of each match length, and of REPLACED.
-BUCKET_OF = (*(max(b for b, first in enumerate(BUCKETS) if first <= length) for length in range(LONGEST + 1)), len(BUCKETS))
+BUCKET_OF = (
+    *(
+        max(b for b, first in enumerate(BUCKETS) if first <= length)
+        for length in range(LONGEST + 1)
+    ),
+    len(BUCKETS),
+)
 # What is assumed of a source before any of its guesses has been seen, by bucket.
 ASSUMED = (0.2, 0.3, 0.4, 0.3, 0.35, 0.4, 0.45, 0.55, 0.65, 0.7, 0.8, 0.85, 0.9, 0.7)
-# By how much a guess that was expected to fail and came true raises the log odds of its bucket, and those of all buckets.
+# By how much a guess that was expected to fail and came true raises the log odds of its bucket, and
+# those of all buckets.
 BUCKET_STEP, SOURCE_STEP = 0.3, 0.3
-# What all requests have in common forgets what lies more than about so many guesses back.
+# What all requests have in common forgets what is more than about this many guesses old.
 LONG_MEMORY = 512
-# Log odds start within these, so that what all requests have in common never stands against what one of them shows.
+# Log odds start within these, so that what all requests have in common never outweighs what one of
+# them shows.
 SUREST = 4.0
 
 
-class Acceptance:
+class AcceptanceRates:
     """Chances by bucket, learned from every guess, whether it was drafted or not.
 
-    A text that is copied is followed behind short matches too, and a fresh one by chance: so each guess also tells of all other
-    buckets. They move together from the request's start, and each by itself; that of REPLACED only by itself, as a text may go on
-    when the replacing has ended.
+    A text that is copied is followed after short matches too, and a fresh one by chance: so each
+    guess also counts for all other buckets. They move together from the request's start, and each
+    by itself; that of REPLACED only by itself, as a text may continue when the replacing has ended.
 
-    `rates`: the chances as they are estimated now. `prior`: those of all requests, which this one starts from and adds to.
+    `rates`: the chances as they are estimated now. `prior`: those of all requests, which this one
+    starts from and adds to.
     """
 
     def __init__(self, prior: list[float] | None = None) -> None:
@@ -39,7 +53,7 @@ class Acceptance:
         self.rates = list(self.prior)
 
     def learn(self, length: int, is_right: bool) -> None:
-        """Take in whether the guess of one token, behind a match of `length` tokens, was right."""
+        """Learn whether the guess of one token, after a match of `length` tokens, was right."""
         bucket = BUCKET_OF[length]
         surprise = is_right - self.rates[bucket]
         if length == REPLACED:
@@ -53,11 +67,11 @@ class Acceptance:
         self.rates.append(_rate(self._odds[-1]))
 
     def chance(self, length: int) -> float:
-        """The chance of a guess behind a match of `length` tokens."""
+        """The chance of a guess after a match of `length` tokens."""
         return self.rates[BUCKET_OF[length]]
 
     def chances(self, length: int, count: int) -> list[float]:
-        """The chances of so many tokens in a row, each if those before it are right."""
+        """The chances of `count` tokens in a row, each if those before it are right."""
         rates = self.rates
         return [rates[BUCKET_OF[min(length + i, LONGEST)]] for i in range(count)]
 

@@ -1,16 +1,20 @@
-"""SuffixIndex: where in a text the last tokens of another text, or its own, have come before. Knows tokens alone."""
+"""SuffixIndex: where in a text the last tokens of another text, or its own, have come before.
+
+Knows tokens alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# A match has at least so many tokens; of longer ones no more are counted than LONGEST.
+# A match has at least SHORTEST tokens; of longer ones at most LONGEST are counted.
 SHORTEST = 3
 LONGEST = 64
-# Of the places where the last tokens have come before, so many are compared, the latest first.
+# Of the places where the last tokens have come before, this many are compared, the latest first.
 MOST_PLACES = 8
 
-# Three tokens as one number; where ids have more bits, unlike tokens may share a number, and comparing tells them apart.
+# Three tokens as one number; where ids have more bits, unlike tokens may share a number, and
+# comparing tells them apart.
 _TOKEN_BITS = 20
 _MASK = (1 << SHORTEST * _TOKEN_BITS) - 1
 
@@ -18,13 +22,14 @@ _MASK = (1 << SHORTEST * _TOKEN_BITS) - 1
 class SuffixIndex:
     """A text that grows, by the last three tokens before each of its tokens.
 
-    `tokens`: the text. Those behind `num_indexed` are found once catch_up() has come to them.
+    `tokens`: the text. Those after `num_indexed` are found once catch_up() has come to them.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = list(tokens)
         self.num_indexed = 0
-        # The latest place of each three tokens: the number of the token behind them; and of each place the one before it.
+        # The latest place of each three tokens: the number of the token after them; and of each
+        # place the one before it.
         self._latest: dict[int, int] = {}
         self._earlier: list[int] = []
         # The last three tokens before the place that is indexed next.
@@ -32,11 +37,6 @@ class SuffixIndex:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def lag(self) -> int:
-        """How many tokens are not indexed yet."""
-        return len(self.tokens) - self.num_indexed
 
     def append(self, token: int) -> None:
         """Append a token, which is indexed at once unless others before it are not yet."""
@@ -61,9 +61,11 @@ class SuffixIndex:
         return end - start
 
     def match(self, text: Sequence[int]) -> tuple[int, int]:
-        """The longest end of `text` that the indexed text has, and the number of the token behind it; (0, -1): there is none.
+        """The longest end of `text` that the indexed text has, and the number of the token after
+        it; (0, -1) without a match.
 
-        Of the MOST_PLACES latest places with its last three tokens; of equally long ones the latest.
+        Of the MOST_PLACES latest places with its last three tokens; of equally long ones the
+        latest.
         """
         size = len(text)
         if size < SHORTEST:
@@ -76,7 +78,11 @@ class SuffixIndex:
             if place < 0:
                 break
             # Only a place that agrees one token further than the best can be better.
-            if longest < place and longest < size and tokens[place - 1 - longest] == text[last - longest]:
+            if (
+                longest < place
+                and longest < size
+                and tokens[place - 1 - longest] == text[last - longest]
+            ):
                 count, most = 0, min(place, size, LONGEST)
                 while count < most and tokens[place - 1 - count] == text[last - count]:
                     count += 1

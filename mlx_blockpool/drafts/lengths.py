@@ -1,4 +1,6 @@
-"""How many drafted tokens of each member a verification forward takes, by what it costs and what they bring."""
+"""How many drafted tokens of each member a verification forward takes, by what it costs and what
+they bring.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +9,33 @@ from collections.abc import Sequence
 
 from .curve import CostCurve
 
-# Drafts that promise less than this factor are not worth what cannot be known: the curve was measured at another time.
+# Drafts that promise less than this factor are not worth what cannot be known: the curve was
+# measured at another time.
 LEAST_GAIN = 1.03
 
 
-def choose_lengths(
-    chances: Sequence[Sequence[float]], curve: CostCurve, members: int, guessing: Sequence[float] = ()
-) -> list[int]:
+def choose_lengths(chances: Sequence[Sequence[float]], curve: CostCurve, members: int) -> list[int]:
     """How many drafted tokens of each member to verify: all 0 where that does not pay.
 
-    `chances`: of each draft the chances of its tokens, each that it and all before it are accepted: falling numbers. A forward
-    with drafts emits on average E tokens of a member: 1 and the chances of its drafted ones. The product of the members' speeds
-    is made as large as possible, so that no draft slows the others by more than it gains. `members` is the number of sequences
-    in the batch; those beyond `chances` have no draft. `guessing`: the seconds that it will take to guess a token of each draft.
-    Raises ValueError for more drafts than members.
+    `chances`: of each draft the chances of its tokens, each that it and all before it are accepted:
+    falling numbers. A forward with drafts emits on average E tokens of a member: 1 and the chances
+    of its drafted ones. The product of the members' speeds is made as large as possible, so that no
+    draft slows the others by more than it gains. `members` is the number of sequences in the batch;
+    those beyond `chances` have no draft. Raises ValueError for more drafts than members.
     """
     if len(chances) > members:
-        raise ValueError(f"There are {len(chances)} drafts for {members} members. Give at most one for each.")
+        raise ValueError(
+            f"There are {len(chances)} drafts for {members} members. Give at most one for each."
+        )
     gains = [(gain, -number) for number, each in enumerate(chances) for gain in log_gains(each)]
-    # Each member's gains fall from token to token, so the best tokens of any number are the first ones in this order.
+    # Each member's gains fall from token to token, so the best tokens of any number are the first
+    # ones in this order.
     gains.sort(reverse=True)
     best, best_count = members * (math.log(LEAST_GAIN) - math.log(curve.plain_seconds(members))), 0
-    gained = seconds = 0.0
-    is_free = not any(guessing)
-    for count, (gain, number) in enumerate(gains, 1):
+    gained = 0.0
+    for count, (gain, _) in enumerate(gains, 1):
         gained += gain
-        if is_free:
-            speed = gained - members * curve.log_seconds(members + count)
-        else:
-            seconds += guessing[-number]
-            speed = gained - members * math.log(curve.seconds(members + count) + seconds)
+        speed = gained - members * curve.log_seconds(members + count)
         if speed > best:
             best, best_count = speed, count
     lengths = [0] * len(chances)
@@ -46,7 +45,9 @@ def choose_lengths(
 
 
 def log_gains(chances: Sequence[float]) -> list[float]:
-    """What each token of a draft adds to the logarithm of the tokens that a forward emits of its member: falling numbers."""
+    """What each token of a draft adds to the logarithm of the tokens that a forward emits of its
+    member: falling numbers.
+    """
     gains: list[float] = []
     expected, last = 1.0, math.inf
     for chance in chances:
@@ -58,19 +59,14 @@ def log_gains(chances: Sequence[float]) -> list[float]:
 
 
 def least_chance(curve: CostCurve, members: int, most: int) -> float:
-    """The least chance of a next token behind which drafts of up to `most` tokens of each member can pay; inf: they cannot.
+    """The least chance of a next token after which drafts of up to `most` tokens of each member can
+    pay; inf where they cannot.
 
-    As if all tokens behind it were certain, and drafts were alike in all members, which gains most.
+    As if all tokens after it were certain, and drafts were alike in all members, which gains most.
     """
     plain = curve.plain_seconds(members)
-    slower = ((count, LEAST_GAIN * curve.seconds(members + count) / plain) for count in range(1, members * most + 1))
+    slower = (
+        (count, LEAST_GAIN * curve.seconds(members + count) / plain)
+        for count in range(1, members * most + 1)
+    )
     return min(((each - 1) * members / count for count, each in slower), default=math.inf)
-
-
-def speed_up(curve: CostCurve, members: int, length: int, acceptance: float) -> float:
-    """How many times as fast a batch decodes if each member drafts `length` tokens, each accepted with this chance.
-
-    The chance is that of each token if those before it are accepted.
-    """
-    emitted = sum(acceptance**number for number in range(length + 1))
-    return emitted * curve.plain_seconds(members) / curve.seconds(members * (length + 1))

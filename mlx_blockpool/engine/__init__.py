@@ -1,1 +1,4 @@
-"""The engine: prefill and decode of many sequences over one pool. Knows token ids and caches; no text and no HTTP."""
+"""The engine: prefill and decode of many sequences over one pool.
+
+Knows token ids and caches; no text and no HTTP.
+"""

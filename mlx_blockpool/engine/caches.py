@@ -1,6 +1,7 @@
-"""Where the caches of a request come from and where they go: the pool and its prefix cache.
+"""Caches: what the engine takes layer caches and blocks from, and where what it computed is cached.
 
-The engine takes caches and, before each step, room from here, and gives back what it computed. Owned by the generation thread.
+PooledCaches has them in a pool, PaddedCaches all but its batches, StockCaches none. Knows
+sequences; runs no model. Owned by the generation thread.
 """
 
 from __future__ import annotations
@@ -9,27 +10,22 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from ..config import EngineConfig
 from ..drafts.curve import CostCurve
-from ..drafts.draft import SourceFactory
 from ..errors import PoolExhaustedError
-from ..kv.parts import tokens_held
-from ..memory import batch_memory
+from ..kv.prompt_cache import tokens_held
+from ..model_files.memory import batch_memory
 from ..prefix.lookup import Lookup
 from ..prefix.salts import SHARED
 from ..prefix.trie import PrefixRef
 from ..spec import BLOCK_TOKENS
 from ..tier.cache import TieredPrefixCache
-from ..tier.restore import RestoreJob, Restores
-from ..tier.restore_plan import RestorePlan
+from ..tier.restore import NoRestores, RestoreJob, RestorePlan
 from .request import KIND, Event, RestoreBegun, RestoreEnded, Restoring
 from .sequence import Sequence
 
-# A long prompt gets a checkpoint after this many tokens, and after twice, four times... as many.
-LATTICE_TOKENS = 2048
-# The longest time for copying records into the pool in one step, so that running replies continue.
-RESTORE_SECONDS = 0.02
 # How long one step waits for records that are being read while there is nothing to compute.
 WAIT_SECONDS = 0.02
 REPORT_SECONDS = 1.0
@@ -44,31 +40,37 @@ class Opened:
     lookup: Lookup | None
 
 
-class Caches(Protocol):
-    """What the engine needs of PooledCaches, PaddedCaches and StockCaches. Bodies are those of caches without pool and disk.
+class Caches:
+    """Layer caches of requests, and the prompts that are cached. This base class is for caches
+    without pool and disk.
 
-    ragged:            batches need no padding, and members keep their own caches while they decode.
+    ragged:            batches need no padding, and members retain their caches while they decode.
     merges:            several sequences may decode together.
-    needs_checkpoints: a prompt can be resumed only where a checkpoint was kept.
-    keeps_chunks:      keeping costs nothing and serves at any token, so that every chunk is kept.
+    needs_checkpoints: a prompt can be resumed only where a checkpoint was cached.
+    no_drafts:         why nothing is drafted, whatever the model can do; None: it may be.
     curve:             the seconds of forwards by their rows, where they were measured.
     is_unmeasured:     something of the model's speed is still to be measured.
     unmeasurable:      what of it will not be measured for this load, and why.
-    sources:           what plugins draft with.
     """
 
-    ragged: bool
-    merges: bool
-    needs_checkpoints: bool
-    keeps_chunks: bool
+    ragged = False
+    needs_checkpoints = True
+    no_drafts: str | None = None
     curve: CostCurve | None = None
-    is_unmeasured: bool = False
+    is_unmeasured = False
     unmeasurable: Mapping[str, str] = MappingProxyType({})
-    sources: Collection[SourceFactory] = ()
+
+    def __init__(self, merges: bool) -> None:
+        self.merges = merges
+
+    @property
+    def caches_chunks(self) -> bool:
+        """True if caching costs nothing and serves at any token, so that every chunk is cached."""
+        return self.ragged and not self.needs_checkpoints
 
     @property
     def verifies(self) -> Literal["rows", "alone"] | None:
-        """How several next tokens of a sequence are computed in one pass: see KVArena."""
+        """How several next tokens of a sequence are computed in one pass: see Capabilities."""
         return None
 
     @property
@@ -83,12 +85,14 @@ class Caches(Protocol):
 
     @property
     def is_restoring(self) -> bool:
-        """True if a request waits for records that advance() takes in."""
+        """True if a request waits for records that advance() reads."""
         return False
 
     @property
-    def is_room_coming(self) -> bool:
-        """True if blocks are held that come back without the engine: of a restore that a client has ordered, or lent ones."""
+    def are_blocks_coming(self) -> bool:
+        """True if blocks are held that come back without the engine: of a restore that a client
+        has ordered, or lent ones.
+        """
         return False
 
     def capacity(self) -> int | None:
@@ -96,114 +100,137 @@ class Caches(Protocol):
         return None
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Return whether open() need not wait for the disk. If it would, advance() reads the missing records from now on."""
+        """Return whether open() need not wait for the disk.
+
+        If it would, advance() reads the missing records from now on.
+        """
         return True
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
-        """Caches for a request beside `others`. Raises PoolExhaustedError if there is no room now."""
-        ...
+        """Caches for a request in addition to `others`.
 
-    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
-        """Reserve the blocks of each member's next token. Raises PoolExhaustedError and reserves nothing."""
-        return
+        Raises PoolExhaustedError if there are no blocks now.
+        """
+        raise NotImplementedError
 
-    def reserve_run(self, sequence: Sequence, tokens: int) -> bool:
-        """Reserve the blocks of a member's next tokens. Returns whether they can be computed at once, and have room."""
-        return False
+    def ensure_next_blocks(self, batch: Collection[Sequence], tokens: int = 1) -> None:
+        """Reserve the blocks of each member's next tokens.
+
+        Raises PoolExhaustedError and reserves nothing.
+        """
 
     def reserve_rows(self, sequence: Sequence, rows: int) -> bool:
-        """Reserve the blocks of so many rows of a member in a verification. Returns whether they have room."""
-        return False
+        """Reserve the blocks of this many rows of a member in a verification.
 
-    def insert(self, sequence: Sequence, kind: str, end: int) -> None:
-        """Cache the first `end` computed tokens of a sequence that continues, for others to share."""
-
-    def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
-        """Cache the beginning of a prompt from caches that came with the request."""
-
-    def release(self, sequence: Sequence, kind: str) -> None:
-        """Cache the computed tokens of a sequence and take its caches back."""
-
-    def discard(self, sequence: Sequence) -> None:
-        """Take a sequence's caches back and cache nothing."""
-
-    def release_all(self) -> None:
-        """After a failure: no caches that were handed out are in use any more."""
-        return
-
-    def advance(self, idle: bool) -> bool:
-        """Between two steps: write behind, and keep reading. Returns whether waiting requests may be ready now.
-
-        `idle`: there is nothing to compute meanwhile, so that it may take its time.
+        Returns whether the pool has them.
         """
         return False
 
-    def restoring(self) -> list[Event]:
-        """Restores that have begun or ended, and the progress of each every REPORT_SECONDS: few take as long."""
-        return []
+    def insert(self, sequence: Sequence, kind: str, end: int) -> None:
+        """Cache the first `end` computed tokens of a sequence that continues, for others to
+        share.
+        """
+        raise NotImplementedError
 
-    def stop_restoring(self) -> bool:
-        """Release the blocks of all restores, for a sequence that can continue now. Returns whether there were any."""
+    def insert_given(self, sequence: Sequence, caches: list[Any]) -> None:
+        """Cache the beginning of a prompt from caches that came with the request."""
+        raise NotImplementedError
+
+    def release(self, sequence: Sequence, kind: str) -> None:
+        """Cache the computed tokens of a sequence and take its caches back."""
+        raise NotImplementedError
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take a sequence's caches back and cache nothing."""
+        sequence.caches = None
+
+    def release_all(self) -> None:
+        """After a failure: no caches that were handed out are in use any more."""
+
+    def advance(self, idle: bool) -> bool:
+        """Between two steps: write and read records. Returns whether waiting requests may be ready
+        now.
+
+        `idle`: no sequence is running; may block for up to WAIT_SECONDS.
+        """
         return False
 
-    def abandon(self, sequence: Sequence) -> int:
-        """End the restore of a request that has started, or never will. Returns the tokens that were read for it."""
+    def take_restore_events(self) -> list[Event]:
+        """Restores that have begun or ended, and the progress of each every REPORT_SECONDS: few
+        take that long.
+        """
+        return []
+
+    def end_restores(self) -> bool:
+        """Release the blocks of all restores, for a sequence that can continue now.
+
+        Returns whether there were any.
+        """
+        return False
+
+    def end_restore(self, sequence: Sequence) -> int:
+        """End the restore of a request that has started, or never will.
+
+        Returns the tokens that were read for it.
+        """
         return 0
 
-    def computed(self, tokens: int, seconds: float) -> None:
+    def note_prefill(self, tokens: int, seconds: float) -> None:
         """Note the speed of prefill, which restoring from disk has to beat."""
-        return
 
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt open() would find now, once it is ready."""
-        ...
+        raise NotImplementedError
 
     def following(self, sequence: Sequence, at_most: int) -> list[int]:
-        """Up to `at_most` tokens that have followed the emitted ones of a sequence before; empty: none are known."""
+        """Up to `at_most` tokens that have followed the emitted ones of a sequence before; empty
+        if there are none.
+        """
         return []
 
 
 class PooledCaches(Caches):
-    """Caches in the pool of `prefix`, for a model that was attached: batches are ragged and live in the pool."""
+    """Caches in the pool of `prefix`, for a model that was attached: batches are ragged and live
+    in the pool.
+    """
 
     ragged = True
 
-    def __init__(self, prefix: TieredPrefixCache) -> None:
+    def __init__(self, prefix: TieredPrefixCache, merges: bool = True) -> None:
+        super().__init__(merges)
         self.prefix = prefix
-        self.merges = True
         self.needs_checkpoints = prefix.arena.spec.needs_checkpoints
-        self.keeps_chunks = self.ragged and not self.needs_checkpoints
         # Where each agent's last turn ended, until the server has noted it.
         self.turns: dict[str, PrefixRef] = {}
         self._restores: dict[int, RestoreJob] = {}
         # When the progress of each was last reported, in seconds of time.monotonic().
         self._reported: dict[int, float] = {}
         self._happened: list[Event] = []
-        # Restores that had let their blocks go when it was last looked, those of others included; and caches that were lent.
+        # As of the last advance(): the restores that had released their blocks, those of others
+        # included, and the lent caches.
         self._released = self._lent = 0
 
     @property
     def num_arrived(self) -> int:
-        return 0 if self.prefix.stored is None else self.prefix.stored.restores.num_arrived
+        return self.prefix.stored.restores.num_arrived
 
     @property
     def is_restoring(self) -> bool:
         return bool(self._restores)
 
     @property
-    def is_room_coming(self) -> bool:
-        stored = self.prefix.stored
-        is_restoring = stored is not None and bool(stored.restores.jobs) and not stored.restores.is_stuck
-        return is_restoring or self.prefix.num_lent > 0
+    def are_blocks_coming(self) -> bool:
+        restores = self.prefix.stored.restores
+        return (bool(restores.jobs) and not restores.is_stuck) or self.prefix.num_lent > 0
 
     @property
     def is_writing(self) -> bool:
         """True while records wait for the store's writer."""
-        return self.prefix.stored is not None and self.prefix.stored.store.is_writing
+        return self.prefix.stored.is_writing
 
     @property
     def verifies(self) -> Literal["rows", "alone"] | None:
-        return self.prefix.arena.verifies
+        return self.prefix.arena.capabilities.verifies
 
     @property
     def pads_prompts(self) -> bool:
@@ -214,18 +241,24 @@ class PooledCaches(Caches):
         return self.prefix.pool.sequence_capacity()
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
-        # The rest is reserved step by step. A sequence that was preempted, or is one of several choices, needs a block to spare
-        # for each of the others, or it would soon be preempted.
-        restored = self.abandon(sequence)
-        room = min(sequence.left_to_produce(), BLOCK_TOKENS)
+        # The rest is reserved step by step. A sequence that was preempted, or is one of several
+        # choices, needs a spare block for each of the others, or it would soon be preempted.
+        restored = self.end_restore(sequence)
+        reserved = min(sequence.left_to_produce(), BLOCK_TOKENS)
         try:
-            acquired = self.prefix.acquire_resident(sequence.tokens, room, salt=sequence.policy.salt, start=sequence.prefix)
+            acquired = self.prefix.acquire_resident(
+                sequence.tokens, reserved, salt=sequence.policy.salt, start=sequence.prefix
+            )
         except PoolExhaustedError:
-            if not self.stop_restoring():
+            if not self.end_restores():
                 raise
-            acquired = self.prefix.acquire_resident(sequence.tokens, room, salt=sequence.policy.salt, start=sequence.prefix)
+            acquired = self.prefix.acquire_resident(
+                sequence.tokens, reserved, salt=sequence.policy.salt, start=sequence.prefix
+            )
         try:
-            self.prefix.admission.need_spare(len(others) if sequence.preemptions or sequence.request.group is not None else 0)
+            self.prefix.admission.ensure_spare_blocks(
+                len(others) if sequence.preemptions or sequence.request.group is not None else 0
+            )
         except PoolExhaustedError:
             self.prefix.discard(acquired.caches)
             raise
@@ -237,123 +270,133 @@ class PooledCaches(Caches):
         return Opened(acquired.caches, lookup.hit, lookup)
 
     def _add_breakpoints(self, sequence: Sequence, lookup: Lookup) -> None:
-        """Add to the request's own breakpoints: where known prompts part from it, and a few places of a long prompt."""
-        places = [lookup.matched] if lookup.matched > lookup.hit else []
-        place = LATTICE_TOKENS
-        while place < sequence.prefill_end:
-            places.append(place)
-            place *= 2
-        for place in places:
-            if lookup.hit < place <= sequence.prefill_end:
-                sequence.breakpoints.setdefault(place, KIND)
+        """Add to the request's breakpoints: where cached prompts differ from it, and a few
+        positions of a long prompt.
+        """
+        positions = [lookup.matched] if lookup.matched > lookup.hit else []
+        position = EngineConfig.checkpoint_tokens
+        while position < sequence.prefill_end:
+            positions.append(position)
+            position *= 2
+        for position in positions:
+            if lookup.hit < position <= sequence.prefill_end:
+                sequence.breakpoints.setdefault(position, KIND)
 
     def _pin(self, sequence: Sequence, known: int) -> None:
         """Pin the beginnings that the request wants pinned, as far as they are cached now."""
         for pin in [pin for pin in sequence.pins if pin[0] <= known]:
             sequence.pins.remove(pin)
-            self.prefix.pin_for(sequence.tokens[: pin[0]], pin[1], sequence.policy.salt, sequence.prefix)
+            self.prefix.pin_for(
+                sequence.tokens[: pin[0]], pin[1], sequence.policy.salt, sequence.prefix
+            )
 
     def is_ready(self, sequence: Sequence) -> bool:
-        stored = self.prefix.stored
-        if stored is None:
-            return True
+        restores = self.prefix.stored.restores
         if sequence.uid not in self._restores:
-            sequence.prefix = self.prefix.match(sequence.tokens, sequence.policy.salt, sequence.prefix)
-            plan = self._plan(sequence, sequence.prefix, stored.restores)
+            sequence.prefix = self.prefix.match(
+                sequence.tokens, sequence.policy.salt, sequence.prefix
+            )
+            plan = self._plan(sequence, sequence.prefix, restores)
             if plan is None:
                 return True
-            if not stored.restores.arriving.isdisjoint(plan.arriving):
-                # Another restore reads the same records. If it is stuck, this request computes them.
-                return stored.restores.is_stuck
+            if not plan.arriving.isdisjoint(restores.arriving):
+                # Another restore reads the same records. If it is stuck, this request computes
+                # them.
+                return restores.is_stuck
             try:
-                self._restores[sequence.uid] = begun = stored.restores.begin(plan)
+                self._restores[sequence.uid] = begun = restores.begin(plan)
                 self._happened.append(RestoreBegun(sequence.uid, plan.tokens, begun.n_bytes))
                 self._reported[sequence.uid] = time.monotonic()
             except PoolExhaustedError:
-                # Started restores end first. Without any, the request starts from what is in memory, once that has room.
+                # Started restores end first. Without any, the request starts from what is in
+                # memory, once there are blocks.
                 return not self._restores
         job = self._restores[sequence.uid]
         if job.is_partial:
-            # The rest is computed, also where the restore gives way before the request starts.
+            # The rest is computed, also where the restore ends before the request starts.
             sequence.agreed = 0
         return job.advance()
 
-    def _plan(self, sequence: Sequence, match: PrefixRef, restores: Restores) -> RestorePlan | None:
-        """What to bring back for a request. The ranks of a group vote on it, once before it starts, unless memory has all."""
-        at_most = sequence.prefill_end if sequence.agreed is None else min(sequence.prefill_end, sequence.agreed)
-        plan = self.prefix.plan_restore(match, at_most)
-        is_open = restores.ranks.size > 1 and sequence.agreed is None
-        if plan is None or not is_open or not restores.arriving.isdisjoint(plan.arriving):
+    def _plan(
+        self, sequence: Sequence, match: PrefixRef, restores: NoRestores
+    ) -> RestorePlan | None:
+        """What to bring back for a request.
+
+        The ranks of a group vote on it, once before it starts, unless memory has all.
+        """
+        at_most = (
+            sequence.prefill_end
+            if sequence.agreed is None
+            else min(sequence.prefill_end, sequence.agreed)
+        )
+        plan = restores.plan(match, at_most)
+        is_open = restores.votes and sequence.agreed is None
+        if plan is None or not is_open or not plan.arriving.isdisjoint(restores.arriving):
             return plan
-        plan = self.prefix.agree_on_restore(match, at_most)
+        plan = restores.agree(match, at_most)
         sequence.agreed = 0 if plan is None else plan.have + plan.tokens
         return plan
 
     def advance(self, idle: bool) -> bool:
         self.prefix.keep_up()
         lent, self._lent = self._lent, self.prefix.num_lent
-        has_room, stored = lent > self._lent, self.prefix.stored
-        if stored is None:
-            return has_room
-        stored.write_behind()
+        restores = self.prefix.stored.restores
+        self.prefix.stored.write_behind()
         wait = WAIT_SECONDS / len(self._restores) if idle and self._restores else 0.0
-        done = [restore.advance(wait=wait, seconds=RESTORE_SECONDS) for restore in self._restores.values()]
-        released, self._released = self._released, stored.restores.num_released
-        return has_room or any(done) or released != stored.restores.num_released or stored.restores.is_stuck
+        done = [
+            restore.advance(wait=wait, seconds=EngineConfig.restore_seconds)
+            for restore in self._restores.values()
+        ]
+        released, self._released = self._released, restores.num_released
+        return (
+            lent > self._lent or any(done) or released != restores.num_released or restores.is_stuck
+        )
 
-    def restoring(self) -> list[Event]:
+    def take_restore_events(self) -> list[Event]:
         happened, self._happened = self._happened, []
         now = time.monotonic()
         due = [uid for uid in self._restores if now - self._reported[uid] >= REPORT_SECONDS]
         self._reported.update(dict.fromkeys(due, now))
         found = [(uid, self._restores[uid]) for uid in due]
-        return [*happened, *(Restoring(uid, job.plan.have + job.done, job.plan.have + job.plan.tokens) for uid, job in found)]
+        return [
+            *happened,
+            *(
+                Restoring(uid, job.plan.have + job.done, job.plan.have + job.plan.tokens)
+                for uid, job in found
+            ),
+        ]
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        if self.prefix.stored is not None:
-            self.prefix.stored.restores.rates.computed(tokens, seconds)
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        self.prefix.stored.restores.note_prefill(tokens, seconds)
 
-    def abandon(self, sequence: Sequence) -> int:
-        # What was read for it stays cached.
-        restore = self._restores.pop(sequence.uid, None)
-        self._reported.pop(sequence.uid, None)
-        if restore is None:
-            return 0
+    def end_restore(self, sequence: Sequence) -> int:
+        return self._end_restore(sequence.uid) if sequence.uid in self._restores else 0
+
+    def end_restores(self) -> bool:
+        return bool([self._end_restore(uid) for uid in list(self._restores)])
+
+    def _end_restore(self, uid: int) -> int:
+        """Returns the tokens that were read, which stay cached."""
+        restore = self._restores.pop(uid)
+        del self._reported[uid]
         restore.release()
-        self._end_restore(sequence.uid, restore)
-        return restore.done
-
-    def _end_restore(self, uid: int, restore: RestoreJob) -> None:
         share = restore.done / max(1, restore.plan.tokens)
         self._happened.append(RestoreEnded(uid, restore.done, int(restore.n_bytes * share)))
-
-    def stop_restoring(self) -> bool:
-        stopped = list(self._restores.items())
-        self._restores.clear()
-        self._reported.clear()
-        for uid, restore in stopped:
-            restore.release()
-            self._end_restore(uid, restore)
-        return bool(stopped)
+        return restore.done
 
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
         return self.prefix.within_reach(tokens, salt)
 
     def following(self, sequence: Sequence, at_most: int) -> list[int]:
         emitted = sequence.tokens[: sequence.emitted]
-        return self.prefix.index.trie.following(emitted, at_most, sequence.policy.salt, sequence.prefix)
+        return self.prefix.index.trie.following(
+            emitted, at_most, sequence.policy.salt, sequence.prefix
+        )
 
-    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
-        self.prefix.admission.ensure_next_blocks([sequence.caches or [] for sequence in batch])
-
-    def reserve_run(self, sequence: Sequence, tokens: int) -> bool:
-        if not self.ragged:
-            return False
-        try:
-            self.prefix.admission.ensure_next_blocks([sequence.caches or []], tokens)
-        except PoolExhaustedError:
-            return False
-        return True
+    def ensure_next_blocks(self, batch: Collection[Sequence], tokens: int = 1) -> None:
+        self.prefix.admission.ensure_next_blocks(
+            [sequence.caches or [] for sequence in batch], tokens
+        )
 
     def reserve_rows(self, sequence: Sequence, rows: int) -> bool:
         return self.prefix.admission.try_reserve_rows(sequence.caches or [], rows)
@@ -364,7 +407,7 @@ class PooledCaches(Caches):
         sequence.prefix = self.prefix.ref_of(caches)
         self._pin(sequence, known)
 
-    def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
+    def insert_given(self, sequence: Sequence, caches: list[Any]) -> None:
         self.prefix.insert(sequence.tokens[: tokens_held(caches)], caches, KIND, sequence.policy)
 
     def release(self, sequence: Sequence, kind: str) -> None:
@@ -376,7 +419,9 @@ class PooledCaches(Caches):
         self.prefix.retention.quotas.enforce(sequence.policy.owner)
         name = sequence.request.name
         if name is not None and sequence.policy.is_written:
-            self.turns[name] = self.prefix.match(tokens, sequence.policy.salt, sequence.prefix).detached()
+            self.turns[name] = self.prefix.match(
+                tokens, sequence.policy.salt, sequence.prefix
+            ).detached()
 
     def discard(self, sequence: Sequence) -> None:
         if sequence.caches is not None:
@@ -384,21 +429,21 @@ class PooledCaches(Caches):
             sequence.caches = None
 
     def release_all(self) -> None:
-        self.stop_restoring()
+        self.end_restores()
         self.prefix.release_all()
 
 
 class PaddedCaches(PooledCaches):
     """Prefixes in the pool, batches in mlx-lm's padded caches, for a model that was not attached.
 
-    A batch has `batch_bytes` of its own beside the pool. `merges`: the model gives the same logits in a padded batch as alone.
+    A batch has `batch_bytes` in addition to the pool.
     """
 
     ragged = False
 
-    def __init__(self, prefix: TieredPrefixCache, batch_bytes: int, merges: bool) -> None:
-        super().__init__(prefix)
-        self.merges = merges
+    def __init__(self, prefix: TieredPrefixCache, batch_bytes: int) -> None:
+        # A model that gives other logits in a padded batch than alone runs one sequence at a time.
+        super().__init__(prefix, merges=prefix.arena.capabilities.batches == "padded")
         self.batch_bytes = batch_bytes
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
@@ -406,15 +451,23 @@ class PaddedCaches(PooledCaches):
             self._fit([*others, sequence])
         return super().open(sequence, others)
 
-    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
+    def ensure_next_blocks(self, batch: Collection[Sequence], tokens: int = 1) -> None:
         if not self.merges:
-            super().ensure_next_blocks(batch)
+            super().ensure_next_blocks(batch, tokens)
         elif len(batch) > 1:
             self._fit(batch)
 
     def _fit(self, batch: Collection[Sequence]) -> None:
-        """Raises PoolExhaustedError if a padded batch would be too large. One sequence alone is never."""
-        needed = batch_memory(self.prefix.arena.spec, [len(sequence.tokens) + 1 for sequence in batch]).bytes.grown.allocated
+        """Raises PoolExhaustedError if a padded batch would be too large.
+
+        One sequence alone never is.
+        """
+        needed = batch_memory(
+            self.prefix.arena.spec, [len(sequence.tokens) + 1 for sequence in batch]
+        ).bytes.grown.allocated
         if needed > self.batch_bytes:
-            hint = f"The padded batch would take {needed} bytes and has {self.batch_bytes}. Raise --pool-bytes."
+            hint = (
+                f"The padded batch would take {needed} bytes and has {self.batch_bytes}. Raise "
+                "--pool-bytes."
+            )
             raise PoolExhaustedError(len(batch), len(batch) - 1, 0, "batch", hint)

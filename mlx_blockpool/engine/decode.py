@@ -1,43 +1,113 @@
-"""DecodeBatch: the sequences that decode together, and the forward pass that computes a token of each, or several.
+"""The forward passes of an engine: compute_chunk() for prompts, DecodeBatch and DecodeSteps for the
+sequences that decode.
 
-A step is encoded before the one before it is read, so that the device never waits for Python. A step that verifies drafts is not:
-what is drafted depends on the tokens before it. Of several ranks, which compute the same batch together, rank 0 draws: samplers,
-processors and forms are there alone.
+A decode step is encoded before the one before it is read, so that the device never waits for
+Python. A step that verifies drafts is not: what is drafted depends on the tokens before it, and
+each of its rows costs time. So DecodeSteps first checks if drafts would pay if the tokens in flight
+are those that were guessed; only then they are read. Drafts and forced runs use free blocks and
+preempt no sequence. Knows nothing of prompts that wait. Owned by the generation thread.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
+from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 
-from ..kv.alone import UnsettledBatch
-from ..kv.parts import batch_of, begin_rows, commit_rows, member_of
-from ..ranks.group import ALONE, Ranks
-from .draws import draw, ids
-from .masks import Forced
-from .prefill import Chunk
+from ..config import EngineConfig, FormConfig
+from ..drafts.draft import Draft
+from ..drafts.drafting import Drafting
+from ..errors import PoolExhaustedError
+from ..kv.pending_tokens import PendingBatch
+from ..kv.prompt_cache import batch_of, begin_rows, commit_rows, member_of
+from .caches import Caches
+from .sampling import Draw, Forced, draw, fits, ids
 from .sequence import Sequence
-from .verify import Drafts, Emitted, Rows, Verified, accept
+from .verify import Decoded, Drafts, Rows, accept
+
+log = logging.getLogger(__name__)
+
+# Prompts that are computed together, each up to a position.
+Chunk: TypeAlias = list[tuple[Sequence, int]]
+# The most tokens that are copied of what has followed a prompt before.
+MOST_FOLLOWING = 2048
+# A number of forced tokens that no run has.
+NEVER = 1 << 30
+
+
+def compute_chunk(model: Any, chunk: Chunk, merges: bool) -> int:
+    """Compute the tokens [computed, end) of each row. Returns their number.
+
+    Several rows are padded on the right; caches ignore the padding.
+    """
+    assert merges or len(chunk) == 1, "these caches cannot be merged"
+    tokens = [row.tokens[row.computed : end] for row, end in chunk]
+    caches = [row.caches or [] for row, _ in chunk]
+    layers = batch_of(caches) if merges else caches[0]
+    lengths = [len(each) for each in tokens]
+    padding = [max(lengths) - length for length in lengths]
+    if any(padding):
+        for layer in layers:
+            layer.prepare(lengths=lengths, right_padding=padding)
+    model(
+        mx.array([each + [0] * pad for each, pad in zip(tokens, padding, strict=True)]),
+        cache=layers,
+    )
+    if any(padding):
+        for layer in layers:
+            layer.finalize()
+    mx.eval([layer.state for layer in layers])
+    for i, (row, end) in enumerate(chunk):
+        row.computed = end
+        if merges:
+            row.caches = member_of(layers, i)
+    return sum(lengths)
+
+
+class DecodeDebt:
+    """The seconds of decode steps that are due before running replies wait again.
+
+    `share`: the part of the time that they get.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._ratio = share / (1 - share)
+        self.seconds = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return self.seconds > 0
+
+    def add_wait(self, seconds: float) -> None:
+        """Count seconds for which running replies have waited."""
+        self.seconds += seconds * self._ratio
+
+    def pay(self, seconds: float) -> None:
+        """Count the seconds of a decode step."""
+        self.seconds -= seconds
 
 
 class DecodeBatch:
-    """The sequences that decode together, and their layer caches side by side.
+    """The sequences that decode together, and their layer caches in one batch.
 
-    `merges`: caches are merged as their classes do it; without that the batch holds one sequence at most.
+    `merges`: caches are merged as their classes do it; without that the batch holds one sequence at
+    most.
     """
 
-    def __init__(self, model: Any, merges: bool, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: Any, merges: bool, draw: Draw = draw) -> None:
         self.model = model
         self.merges = merges
-        self.ranks = ranks
+        self._draw = draw
         self.members: list[Sequence] = []
         self._layers: list[Any] = []
-        # The next token to be computed of each member; its logprobs where it was drawn and not emitted yet.
+        # The next token to be computed of each member; its logprobs where it was drawn and not
+        # emitted yet.
         self._inputs: mx.array | None = None
         self._logprobs: list[mx.array | None] = []
         self._contexts: list[TokenBuffer | None] = []
@@ -51,9 +121,11 @@ class DecodeBatch:
         return any(member.is_new for member in self.members)
 
     def join(self, sequence: Sequence) -> None:
-        """Take in a sequence of which all tokens but the last are computed."""
+        """Add a sequence of which all tokens but the last are computed."""
         assert sequence.caches is not None
-        assert sequence.computed == sequence.prefill_end, f"{sequence.computed} tokens computed of {sequence.prefill_end}"
+        assert sequence.computed == sequence.prefill_end, (
+            f"{sequence.computed} tokens computed of {sequence.prefill_end}"
+        )
         assert self.merges or not self.members, "these caches cannot be merged"
         own = batch_of([sequence.caches]) if self.merges else sequence.caches
         if self.members:
@@ -62,9 +134,13 @@ class DecodeBatch:
         else:
             self._layers = own
         following = mx.array(sequence.tokens[-1:], mx.uint32)
-        self._inputs = following if self._inputs is None else mx.concatenate([self._inputs, following])
+        self._inputs = (
+            following if self._inputs is None else mx.concatenate([self._inputs, following])
+        )
         self._logprobs.append(sequence.logprobs)
-        self._contexts.append(TokenBuffer(sequence.tokens[:-1]) if sequence.request.processors else None)
+        self._contexts.append(
+            TokenBuffer(sequence.tokens[:-1]) if sequence.request.processors else None
+        )
         self.members.append(sequence)
         sequence.logprobs = None
 
@@ -90,10 +166,16 @@ class DecodeBatch:
         if sequence not in self.members:
             return copy.deepcopy(sequence.caches or [])
         i = self.members.index(sequence)
-        return [layer.extract(i) for layer in self._layers] if self.merges else copy.deepcopy(self._layers)
+        return (
+            [layer.extract(i) for layer in self._layers]
+            if self.merges
+            else copy.deepcopy(self._layers)
+        )
 
     def suspend(self, sequence: Sequence) -> None:
-        """Let a member go in such a way that it can join again: with the token that was drawn and not emitted yet."""
+        """Let a member go in such a way that it can join again: with the token that was drawn
+        and not emitted yet.
+        """
         i = self.members.index(sequence)
         assert self._inputs is not None
         if sequence.computed == len(sequence.tokens):
@@ -104,9 +186,11 @@ class DecodeBatch:
         self.leave([sequence])
 
     def append(self, runs: Forced, together: bool) -> None:
-        """Append forced tokens to members and compute them, several runs `together` if they may be padded.
+        """Append forced tokens to members and compute them, several runs `together` if they may be
+        padded.
 
-        They take the place of the draws in flight, which can only have come to the first token of each run.
+        They take the place of the draws in flight, which can only have come to the first token of
+        each run.
         """
         self.leave(runs)
         for member, run in runs.items():
@@ -116,39 +200,25 @@ class DecodeBatch:
                 skip(len(run) - 1)
         rows = [(member, member.prefill_end) for member in runs if member.in_prefill]
         for chunk in [rows] if together and rows else [[row] for row in rows]:
-            Chunk(chunk).run(self.model, self.merges)
+            compute_chunk(self.model, chunk, self.merges)
         for member in runs:
             self.join(member)
 
-    def run(self) -> tuple[list[Emitted], dict[Sequence, Exception], Forced]:
-        """Compute one token of each member.
-
-        Returns the tokens drawn by the step before; the members that have failed, each with its error; and what forms force
-        behind those tokens. A failed member's token is returned only in a group: no other rank than 0 knows of failures and
-        forms, and all have to emit the same tokens.
-        """
+    def run(self) -> Decoded:
+        """Compute one token of each member. Emits the tokens that the step before has drawn."""
         inputs, logprobs = self._inputs, self._logprobs
         assert inputs is not None
         logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
-        failed: dict[Sequence, Exception] = {}
-        forced: Forced = {}
-        contexts: list[mx.array] = []
-        tokens: mx.array | None = None
-        if self.ranks.rank == 0:
-            drawn = draw(logits, inputs, self.members, self._contexts)
-            tokens, self._logprobs = drawn.tokens, list(drawn.logprobs)
-            failed, forced, contexts = drawn.failed, drawn.forced, drawn.contexts
-        else:
-            self._logprobs = [mx.zeros(0)] * len(self.members)
-        self._inputs = self.ranks.draw(tokens, len(self.members), logits)
-        mx.async_eval(self._inputs, self._logprobs, contexts)  # type: ignore[no-untyped-call]
+        drawn = self._draw(logits, inputs, self.members, self._contexts)
+        self._inputs, self._logprobs = drawn.tokens, list(drawn.logprobs)
+        mx.async_eval(self._inputs, self._logprobs, drawn.contexts)  # type: ignore[no-untyped-call]
         mx.eval(inputs, [row for row in logprobs if row is not None])
-        emitted: list[Emitted] = []
+        decoded = Decoded(failed=drawn.failed, forced=drawn.forced)
         for member, token, row in zip(self.members, ids(inputs), logprobs, strict=True):
             member.compute(token)
-            if row is not None and (member not in failed or self.ranks.size > 1):
-                emitted.append((member, token, row))
-        return emitted, failed, forced
+            if row is not None and member not in drawn.failed:
+                decoded.emitted.append((member, token, row))
+        return decoded
 
     def known(self) -> list[int]:
         """The next token of each member. Waits for the step in flight."""
@@ -158,46 +228,226 @@ class DecodeBatch:
 
     @property
     def emitting(self) -> list[bool]:
-        """Of each member, whether its next token is to be emitted; not if it is the last one of the prompt."""
+        """Of each member, whether its next token is to be emitted; not if it is the last one of
+        the prompt.
+        """
         return [row is not None for row in self._logprobs]
 
     def possible(self, tokens: Iterable[int]) -> list[int]:
-        """The tokens up to the first that the model does not know: sources of plugins may guess any number."""
+        """The tokens up to the first outside the model's vocabulary, as those of a prompt may
+        be.
+        """
         vocabulary = next((row.shape[-1] for row in self._logprobs if row is not None), 0)
         return list(takewhile(range(vocabulary).__contains__, tokens))
 
-    def verify(self, drafts: Drafts, least_forced: int) -> Verified:
-        """Compute the next token of each member with those drafted behind it, as rows, and keep what it accepts: see accept().
+    def verify(self, drafts: Drafts, least_forced: int) -> Decoded:
+        """Compute the next token of each member with those drafted after it, as rows, and accept
+        its drafts: see accept().
 
-        Room for all of them is reserved. Returns what run() does, of each member one token and the accepted ones.
+        Blocks for all of them are reserved. Emits one token of each member and its accepted ones.
         """
         members = self._rows(drafts)
         begin_rows(self._layers, [len(rows.tokens) for rows in members])
         inputs = mx.array([token for rows in members for token in rows.tokens], mx.uint32)
         logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
-        verified = accept(logits, members, least_forced)
+        decoded = accept(logits, members, least_forced)
         commit_rows(self._layers, [rows.kept for rows in members])
-        return self._go_on(members, verified)
+        return self._continue_from(members, decoded)
 
-    def verify_alone(self, drafts: Drafts, least_forced: int) -> Verified:
-        """verify() for caches that have no rows: members with drafts are computed one by one, and the others side by side."""
+    def verify_alone(self, drafts: Drafts, least_forced: int) -> Decoded:
+        """verify() for caches that have no rows: members with drafts are computed one by one,
+        the others together.
+        """
         members = self._rows(drafts)
-        unsettled = UnsettledBatch(self.model, self._layers, [rows.tokens for rows in members], self.merges)
-        verified = accept(unsettled.logits, members, least_forced)
-        self._layers = unsettled.settle([rows.kept for rows in members])
-        return self._go_on(members, verified)
+        pending = PendingBatch(
+            self.model, self._layers, [rows.tokens for rows in members], self.merges
+        )
+        decoded = accept(pending.logits, members, least_forced)
+        self._layers = pending.accept([rows.kept for rows in members])
+        return self._continue_from(members, decoded)
 
     def _rows(self, drafts: Drafts) -> list[Rows]:
         """The rows of a verification. Waits for the step in flight."""
         found: list[Rows] = []
         start = 0
-        for member, token, logprobs, buffer in zip(self.members, self.known(), self._logprobs, self._contexts, strict=True):
+        for member, token, logprobs, buffer in zip(
+            self.members, self.known(), self._logprobs, self._contexts, strict=True
+        ):
             tokens = [token, *drafts.get(member, ())]
             found.append(Rows(member, tokens, logprobs, buffer, start))
             start += len(tokens)
         return found
 
-    def _go_on(self, members: Collection[Rows], verified: Verified) -> Verified:
+    def _continue_from(self, members: Collection[Rows], decoded: Decoded) -> Decoded:
         self._inputs = mx.array([rows.following for rows in members], mx.uint32)
         self._logprobs = [rows.logprobs for rows in members]
-        return verified
+        return decoded
+
+
+class DecodeSteps:
+    """`drafting`: the drafters' common part; None where nothing is drafted, and `off` says why.
+
+    counts: the engine's, with verifications, the forwards over drafts, and the tokens `drafted
+    <source>` and `accepted <source>`.
+    """
+
+    def __init__(self, config: EngineConfig, caches: Caches, counts: Counter[str]) -> None:
+        self.counts = counts
+        self._caches = caches
+        self._config = config
+        # What the passes over forced tokens owe to the members that waited for them.
+        self._debt = DecodeDebt(config.decode_share)
+        self.drafting: Drafting | None = None
+        self.off: str | None = None
+        self.decide()
+
+    def decide(self) -> None:
+        """Decide whether to draft, by what was measured. Call it again when more was measured."""
+        config, caches = self._config, self._caches
+        self.off = _why_off(config, caches)
+        if self.off is None and self.drafting is None:
+            self.drafting = Drafting(config.drafts, config.most_drafted, caches.curve, self.counts)
+        elif self.off is not None and config.drafts != "off":
+            log.info("Nothing is drafted: %s", self.off)
+
+    def start(self, sequence: Sequence) -> None:
+        """Draft for a sequence that has joined the batch."""
+        if self.drafting is not None and sequence.drafter is None:
+            request, known = sequence.request, sequence.tokens[: sequence.emitted]
+            following = self._caches.following(sequence, MOST_FOLLOWING)
+            sequence.drafter = self.drafting.drafter(
+                known, request.agent, request.salt, following, request.prediction
+            )
+
+    def remember_reply(self, sequence: Sequence) -> None:
+        """Remember the reply of a sequence that has ended, for its agent's next one."""
+        agent = sequence.request.agent
+        if self.drafting is not None and agent is not None:
+            self.drafting.replies.remember(agent, sequence.request.salt, sequence.generated(0))
+
+    def run(self, batch: DecodeBatch) -> Decoded:
+        """One step of the batch: its run(), or its verify() where drafts pay."""
+        drafts = {} if self.drafting is None else self._choose(batch, self.drafting)
+        if not drafts:
+            return batch.run()
+        found = {member: list(draft.tokens) for member, draft in drafts.items()}
+        verify = batch.verify if self._caches.verifies == "rows" else batch.verify_alone
+        # Next to other members a forced run may stay without a pass, so that its tokens are drafted
+        # like any others.
+        decoded = verify(found, self._least_forced(batch) if len(batch) == 1 else NEVER)
+        self.counts["verifications"] += 1
+        for member, draft in drafts.items():
+            if member.drafter is not None:
+                member.drafter.verified(draft, decoded.accepted[member])
+        return decoded
+
+    def jumps(self, batch: DecodeBatch, forced: Forced, prompts_wait: bool = False) -> Forced:
+        """The runs of forced tokens that are worth a pass after the step, with blocks reserved for
+        them.
+
+        Where every member has one, all of them are in the pass, if that many fit into one pass.
+        Otherwise the other members wait for it: it has to pay by what forwards were measured to
+        cost, gets no more than its share of the time, and none while prompts wait for theirs.
+        """
+        least, each = (
+            self._least_forced(batch),
+            FormConfig.most_forced_together // max(1, len(batch)),
+        )
+        found = {
+            member: run
+            for member, run in forced.items()
+            if member in batch.members and len(run) >= least
+        }
+        is_for_all = len(found) == len(batch) and each >= least
+        if is_for_all:
+            found = {member: run[:each] for member, run in found.items()}
+        else:
+            found = {} if prompts_wait or self._debt.is_due else self._paying(batch, found)
+        runs: Forced = {}
+        for member, run in found.items():
+            if len(run) >= least and fits(run, runs) and self._reserve_run(member, len(run)):
+                runs[member] = run
+        return {} if is_for_all and len(runs) < len(found) else runs
+
+    def _reserve_run(self, member: Sequence, tokens: int) -> bool:
+        if not self._caches.ragged:
+            return False
+        try:
+            self._caches.ensure_next_blocks([member], tokens)
+        except PoolExhaustedError:
+            return False
+        return True
+
+    def _paying(self, batch: DecodeBatch, forced: Forced) -> Forced:
+        """The beginnings of forced runs that gain their members more than the other members
+        lose.
+        """
+        if self.drafting is None or not forced:
+            return {}
+        counts = [len(forced.get(member, ())) for member in batch.members]
+        lengths = self.drafting.forced_lengths([member.drafter for member in batch.members], counts)
+        return {
+            member: forced[member][:count]
+            for member, count in zip(batch.members, lengths, strict=True)
+            if count
+        }
+
+    def account(self, seconds: float, others_waited: bool = False) -> None:
+        """Note the seconds of a step of all members, or of a pass over forced tokens for which
+        others have waited.
+        """
+        if others_waited:
+            self._debt.add_wait(seconds)
+        elif self._debt.is_due:
+            self._debt.pay(seconds)
+
+    def _least_forced(self, batch: DecodeBatch) -> int:
+        return max(self._config.forced_tokens, len(batch))
+
+    def _choose(self, batch: DecodeBatch, drafting: Drafting) -> dict[Sequence, Draft]:
+        """The drafts of those members for which they pay in this step."""
+        if len(batch) > 1 and self._caches.verifies == "alone" and drafting.fixed is None:
+            # A forward for each member takes about as long as one for all of them, so that the
+            # others would lose too much.
+            return {}
+        # Nothing is drafted after the last token of a prompt: its drafter has seen that token.
+        for member in batch.members:
+            self.start(member)
+        drafters = [
+            member.drafter if emits else None
+            for member, emits in zip(batch.members, batch.emitting, strict=True)
+        ]
+        if not drafting.expects(drafters):
+            return {}
+        known = batch.known()
+        left = [member.left_to_emit() - 1 for member in batch.members]
+        chosen: dict[Sequence, Draft] = {}
+        for member, token, draft in zip(
+            batch.members, known, drafting.propose(drafters, known, left), strict=True
+        ):
+            length = member.until_end([token, *batch.possible(draft.tokens)]) - 1
+            if length and self._caches.reserve_rows(member, 1 + length):
+                chosen[member] = draft.first(length)
+        return chosen
+
+
+def _why_off(config: EngineConfig, caches: Caches) -> str | None:
+    """Why nothing is drafted, or None if drafts are on."""
+    if config.drafts == "off":
+        return "drafts are off"
+    if caches.no_drafts is not None:
+        return caches.no_drafts
+    if caches.verifies is None:
+        return (
+            "the model does not compute several tokens of a sequence as it computes them one by one"
+        )
+    if config.drafts == "auto" and caches.curve is None:
+        why = caches.unmeasurable.get("curve")
+        if why is not None:
+            return f"it was not measured what forwards cost: {why}"
+        return (
+            "it is measured later what forwards cost"
+            if caches.is_unmeasured
+            else "it was not measured what forwards cost"
+        )
+    return None

@@ -1,4 +1,7 @@
-"""What an engine decides by of its model's speed: figures that are remembered, or measured now."""
+"""Figures of a model's speed that its engine decides by: remembered, or measured now.
+
+Owned by the generation thread.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,42 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from pydantic import TypeAdapter, ValidationError
 
 from ..config import EngineConfig
 from ..drafts.curve import CostCurve
 from ..errors import MeasuringStoppedError, PoolExhaustedError, UnmeasurableError
 from ..kv.arena import KVArena
+from ..kv.cost_model import PathCosts
 from ..kv.decode_policy import device
-from ..kv.measuring import SECONDS, measure_curve, proceed
-from ..kv.path_costs import PathCosts
+from ..kv.measuring import SECONDS, measure_curve, no_interrupt
 from ..kv.path_measuring import measure_paths
+from ..model_files.device import WiredLimit
 from ..store.measurements import MeasuredOn, Measurements
-from ..system import WiredLimit
 from .caches import Caches, PooledCaches
 
 log = logging.getLogger(__name__)
 
 CURVE, PATHS = "curve", "paths"
+_CURVE, _PATHS = TypeAdapter(CostCurve), TypeAdapter(dict[int, PathCosts])
 
 C = TypeVar("C", bound=Caches)
 Figures = TypeVar("Figures")
 
 
 def device_name() -> str:
-    """The device that computes, as far as figures differ by it."""
+    """The device that computes, in as much detail as figures depend on."""
     return f"{device()} {mx.device_info().get('device_name', 'unknown')}, {os.cpu_count()} cores"
 
 
 def measured_on(model: Any, arena: KVArena) -> MeasuredOn:
-    """What figures of this model in this pool depend on."""
+    """What the figures of this model in this pool depend on."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-blockpool"))
     return MeasuredOn(device_name(), versions, arena.spec.fingerprint(), _digest(model))
 
@@ -49,33 +55,90 @@ def measured(
     config: EngineConfig | None,
     measurements: Measurements | None = None,
     name: str | None = None,
-    look: Callable[[], None] = proceed,
+    interrupt: Callable[[], None] = no_interrupt,
 ) -> C:
-    """The caches of an engine with the figures that it decides by, if `config` wants them: as remembered, or measured now.
+    """The caches of an engine with the figures that it decides by, if `config` wants them: as
+    remembered, or measured now.
 
-    What is measured is added to `measurements`, under `name`; None: it is not remembered. It takes free blocks only and evicts
-    nothing. `look` is called before and between readings. Where it raises MeasuringStoppedError, or where blocks are in use or
-    cached and too few are free, what is not known yet is left for another call, and `is_unmeasured` says so. Whatever else is
-    raised is logged and ends the measuring for this load: a model serves without its figures.
+    What is measured is added to `measurements`, under `name`; without `measurements` it is not
+    remembered. Measuring takes free blocks only and evicts nothing. `interrupt` is called before
+    and between steps. Where it raises MeasuringStoppedError, or where blocks are in use or cached
+    and too few are free, the rest is left for another call, and `is_unmeasured` says so. Other
+    errors are logged and end the measuring for this load: a model serves without its figures.
     """
     config = config or EngineConfig()
-    # Ranks would have to measure together: each has figures of its own, and none takes as many readings as another.
-    if not config.measures or not isinstance(caches, PooledCaches) or caches.prefix.ranks.size > 1:
+    if not config.measures or not isinstance(caches, PooledCaches):
         return caches
     arena, remembered = caches.prefix.arena, measurements or Measurements(None)
     caches.is_unmeasured = False
+    needs_paths = arena.decode.path == "auto" and not arena.decode.costs
+    needs_curve = (
+        config.drafts == "auto" and caches.curve is None and arena.capabilities.verifies is not None
+    )
+    if not needs_paths and not needs_curve:
+        return caches
+    on, name = measured_on(model, arena), name or arena.spec.model_id
+    figures = remembered.figures(on)
     limit = WiredLimit(config.wired_bytes)
     try:
         with arena.evicting_nothing():
             # Paths first, as the forwards of the curve take those that are chosen.
-            if arena.decode.path == "auto" and not arena.decode.costs:
-                found = _tried(PATHS, lambda: paths_of(model, arena, remembered, name, look), caches)
-                arena.decode.costs = found or arena.decode.costs
-            if config.drafts == "auto" and caches.curve is None:
-                caches.curve = _tried(CURVE, lambda: curve_of(model, arena, remembered, name, look), caches)
+            if needs_paths:
+                kernels = arena.capabilities.kernels
+                known = _remembered(_PATHS, figures.get(PATHS)) or {}
+                if known and all(group in known and known[group].kernel for group in kernels):
+                    arena.decode.costs = known
+                else:
+                    found = _tried(
+                        PATHS, lambda: _measure_paths(model, arena, name, interrupt), caches
+                    )
+                    arena.decode.costs = found or {}
+                    if found:
+                        remembered.save(
+                            on,
+                            name,
+                            {PATHS: {str(group): asdict(costs) for group, costs in found.items()}},
+                        )
+            if needs_curve:
+                caches.curve = _remembered(_CURVE, figures.get(CURVE))
+                if caches.curve is None:
+                    caches.curve = _tried(
+                        CURVE, lambda: _measure_curve(model, arena, name, interrupt), caches
+                    )
+                    if caches.curve is not None and caches.curve.is_whole:
+                        remembered.save(on, name, {CURVE: caches.curve.to_json()})
     finally:
         limit.restore()
     return caches
+
+
+def _remembered(adapter: TypeAdapter[Figures], figures: Any) -> Figures | None:
+    """Figures of the store; None where there are none, or none that an engine can decide by."""
+    try:
+        return adapter.validate_python(figures)
+    except ValidationError:
+        return None
+
+
+def _measure_curve(
+    model: Any, arena: KVArena, name: str, interrupt: Callable[[], None]
+) -> CostCurve:
+    interrupt()
+    log.info("measuring what forwards of %s cost: about %g seconds", name, SECONDS)
+    return measure_curve(model, arena, interrupt=interrupt)
+
+
+def _measure_paths(
+    model: Any, arena: KVArena, name: str, interrupt: Callable[[], None]
+) -> dict[int, PathCosts]:
+    """The costs of decode paths.
+
+    A machine that was too busy to measure any tries again at the next load.
+    """
+    interrupt()
+    _need_blocks(arena)
+    log.info("measuring decode paths of %s: about a second", name)
+    return measure_paths(model, arena, interrupt=interrupt)
 
 
 def _tried(what: str, measure: Callable[[], Figures], caches: PooledCaches) -> Figures | None:
@@ -99,7 +162,9 @@ def _tried(what: str, measure: Callable[[], Figures], caches: PooledCaches) -> F
     except Exception as error:
         # The model's own code ran, on batches that no request may ever ask for.
         why = f"{type(error).__name__}: {error}"
-        log.warning("measuring the %s of %s has failed, and it is served without: %s", what, model, why)
+        log.warning(
+            "measuring the %s of %s has failed, and it is served without: %s", what, model, why
+        )
     if why:
         caches.unmeasurable = {**caches.unmeasurable, what: why}
     return None
@@ -109,56 +174,8 @@ def _is_empty(arena: KVArena) -> bool:
     return not any(counts.held or counts.evictable for counts in arena.pool.settle())
 
 
-def curve_of(
-    model: Any, arena: KVArena, measurements: Measurements, name: str | None = None, look: Callable[[], None] = proceed
-) -> CostCurve | None:
-    """The cost curve of a model that verifies drafts; None for another one.
-
-    What is measured with room for all of it is added to `measurements`, under `name`. Raises what measure_curve() raises.
-    """
-    if arena.verifies is None:
-        return None
-    on = measured_on(model, arena)
-    try:
-        return CostCurve.from_json(measurements.figures(on).get(CURVE))
-    except ValueError:
-        log.debug("the cost curve of %s is measured", arena.spec.model_id)
-    look()
-    log.info("measuring what forwards of %s cost: about %g seconds", name or arena.spec.model_id, SECONDS)
-    curve = measure_curve(model, arena, look=look)
-    if curve.is_whole:
-        measurements.save(on, name or arena.spec.model_id, {CURVE: curve.to_json()})
-    return curve
-
-
-def paths_of(
-    model: Any, arena: KVArena, measurements: Measurements, name: str | None = None, look: Callable[[], None] = proceed
-) -> dict[int, PathCosts]:
-    """The costs of decode paths, by layer group; nothing for groups that are not measured.
-
-    What is measured is added to `measurements`, under `name`; a machine that was too busy to measure tries again next time.
-    Raises PoolExhaustedError where not even one block of each group is free.
-    """
-    on = measured_on(model, arena)
-    try:
-        found = measurements.figures(on).get(PATHS)
-        if not isinstance(found, dict):
-            raise ValueError("not measured")
-        remembered = {int(group): PathCosts.from_json(costs) for group, costs in found.items()}
-        if all(group in remembered and remembered[group].kernel for group in arena.decode.trusted):
-            return remembered
-    except ValueError:
-        log.debug("the decode paths of %s are measured", arena.spec.model_id)
-    look()
-    _need_room(arena)
-    log.info("measuring decode paths of %s: about a second", name or arena.spec.model_id)
-    costs = measure_paths(model, arena, look=look)
-    if costs:
-        measurements.save(on, name or arena.spec.model_id, {PATHS: {str(group): each.to_json() for group, each in costs.items()}})
-    return costs
-
-
-def _need_room(arena: KVArena) -> None:
+def _need_blocks(arena: KVArena) -> None:
+    """Raises PoolExhaustedError where not even one block of each group is free."""
     tables = [arena.pool.open_table(group) for group in range(len(arena.spec.groups))]
     arena.pool.reserve(tables, [1] * len(tables))
     for table in tables:
@@ -167,5 +184,7 @@ def _need_room(arena: KVArena) -> None:
 
 def _digest(model: Any) -> str:
     """32 hex digits for the names, shapes and types of all weights, whatever their values."""
-    shapes = sorted((name, array.shape, str(array.dtype)) for name, array in tree_flatten(model.parameters()))
+    shapes = sorted(
+        (name, array.shape, str(array.dtype)) for name, array in tree_flatten(model.parameters())
+    )
     return hashlib.blake2b(repr(shapes).encode(), digest_size=16).hexdigest()

@@ -11,7 +11,7 @@ from mlx_lm.generate import StopSequences
 
 from ..drafts.draft import Prediction
 from ..errors import RequestTooLargeError
-from ..forms.form import Form
+from ..forms.form import ReplyForm
 from ..prefix.salts import SHARED
 
 Sampler = Callable[[mx.array], mx.array]
@@ -26,21 +26,29 @@ class Request:
 
     tokens:      the prompt, at least one token.
     max_tokens:  the most tokens to generate, at least one.
-    sampler:     logprobs [1, vocabulary] -> token [1]; None: the most likely one. One with a state of its own, as
-                 seeds have, has a method skip(draws): a form has left so many without a choice.
+    sampler:     logprobs [1, vocabulary] -> token [1]; None: the most likely one. A sampler with a
+                 state, as seeds have, has a method skip(draws): a form has left this many draws
+                 without a choice.
     processors:  mlx-lm's logits processors, called with all tokens so far.
     stop:        mlx-lm's stop sequences.
-    breakpoints: (tokens, kind) of each beginning of the prompt that is worth caching by itself, such as the system prompt.
+    breakpoints: (tokens, kind) of each beginning of the prompt that is worth caching by itself,
+    such as the system prompt.
     agent:       requests with the same name run one after the other, in the order of their arrival.
     noted_as:    the name under which its end is noted; None: that of the agent.
-    pins:        (tokens, seconds) of each beginning of the prompt that stays in memory for `seconds` after each use.
+    pins:        (tokens, seconds) of each beginning of the prompt that stays in memory for
+                 `seconds` after each use.
     retention:   how long its prefixes stay on disk: see RetentionPolicy.
-    group:       requests of one group are choices for the same prompt: the first computes it, the others begin where it ends, and
-                 to their agent they are one. None: it is the only one.
-    priority:    requests of lower values start earlier and are preempted later: see delay_of() in sequence.py.
-    salt:        of its prefixes, 32 bytes: only requests with the same salt share them. Empty: all without one.
-    form:        the form that the reply keeps; None: any token may come. It belongs to this request alone.
-    prediction:  what the client expects the reply to be, which is drafted from; None: nothing. It counts for this request alone.
+    group:       requests of one group are choices for the same prompt: the first computes it, the
+                 others begin where it ends, and to their agent they are one. None: it is the only
+                 one.
+    priority:    requests of lower values start earlier and are preempted later: see delay_of() in
+                 sequence.py.
+    salt:        of its prefixes, 32 bytes: only requests with the same salt share them. Empty: all
+                 without one.
+    form:        the form that the reply must have; None: any token may come. It belongs to this
+                 request alone.
+    prediction:  what the client expects the reply to be, which is drafted from; None: nothing. It
+                 counts for this request alone.
     """
 
     tokens: Sequence[int]
@@ -56,7 +64,7 @@ class Request:
     group: str | None = None
     priority: int = 0
     salt: bytes = SHARED
-    form: Form | None = None
+    form: ReplyForm | None = None
     prediction: Prediction | None = None
 
     @property
@@ -65,7 +73,9 @@ class Request:
         return self.noted_as or self.agent
 
     def check(self, capacity: int | None) -> None:
-        """Raises ValueError for an empty prompt, and RequestTooLargeError for more tokens than a sequence can have."""
+        """Raises ValueError for an empty prompt, and RequestTooLargeError for more tokens than a
+        sequence can have.
+        """
         if not self.tokens or self.max_tokens < 1:
             given = f"{len(self.tokens)} prompt tokens and max_tokens {self.max_tokens}"
             raise ValueError(f"The request has {given}. Give at least one of each.")
@@ -75,7 +85,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Restoring:
-    """The request waits for tokens of its prompt that come from disk: `done` of the `total` that it starts with are there."""
+    """The request waits for tokens of its prompt that come from disk: `done` of the `total` that
+    it starts with are there.
+    """
 
     uid: int
     done: int
@@ -84,7 +96,7 @@ class Restoring:
 
 @dataclass(frozen=True)
 class RestoreBegun:
-    """`n_bytes` are read from disk, which are `tokens` of the request's prompt."""
+    """Reading `tokens` of the request's prompt from disk has begun, which are `n_bytes`."""
 
     uid: int
     tokens: int
@@ -93,7 +105,7 @@ class RestoreBegun:
 
 @dataclass(frozen=True)
 class RestoreEnded:
-    """The request waits for the disk no more. `tokens` of its prompt and `n_bytes` were to come, or fewer that have."""
+    """The request no longer waits for the disk. `tokens` of its prompt and `n_bytes` were read."""
 
     uid: int
     tokens: int
@@ -102,7 +114,9 @@ class RestoreEnded:
 
 @dataclass(frozen=True)
 class Swapped:
-    """The request has lost its caches to others and waits for them or, where it `is_in`, has them back."""
+    """The request has lost its caches to others and waits for them or, where it `is_in`, has
+    them back.
+    """
 
     uid: int
     is_in: bool
@@ -110,7 +124,10 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Started:
-    """The request has caches now; `cached` tokens of its prompt need not be computed. `why` explains that."""
+    """The request has caches now; `cached` tokens of its prompt need not be computed.
+
+    `why` explains that.
+    """
 
     uid: int
     cached: int
@@ -128,7 +145,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token, the logprobs [vocabulary] it was drawn from, and "stop" or "length" with the last one.
+    """One generated token, the logprobs [vocabulary] it was drawn from, and "stop" or "length" with
+    the last one.
 
     logprobs: None for a token that its form forced, which was not drawn: its logprob is 0.
     """

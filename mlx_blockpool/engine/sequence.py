@@ -1,6 +1,6 @@
 """Sequence: how far a request has come in the engine: its tokens, its caches, and where it stops.
 
-kv.sequence.SequenceBlocks is the memory behind its caches. Owned by the generation thread.
+kv.sequence.SequenceBlocks is the memory of its caches. Owned by the generation thread.
 """
 
 from __future__ import annotations
@@ -11,45 +11,49 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..drafts.acceptance import Acceptance
+from ..config import EngineConfig
 from ..drafts.drafter import Drafter
 from ..prefix.retention import RetentionPolicy
 from ..prefix.trie import PrefixRef
 from .request import KIND, Request
 
-# A step of priority counts as so many seconds of waiting, and all steps together as so many at most.
-PRIORITY_SECONDS = 10.0
-MOST_PRIORITY_SECONDS = 60.0
-
 
 def delay_of(priority: int) -> float:
-    """How much later a request of this priority counts as having arrived, in seconds; below zero: earlier.
+    """How much later a request of this priority counts as having arrived, in seconds; below zero:
+    earlier.
 
-    Within that time lower values go first. Behind it those that have waited go first, so that none waits for ever.
+    Within that time lower values go first. After it those that have waited go first, so that none
+    waits for ever.
     """
-    return max(-MOST_PRIORITY_SECONDS, min(MOST_PRIORITY_SECONDS, priority * PRIORITY_SECONDS))
+    most = EngineConfig.most_priority_seconds
+    return max(-most, min(most, priority * EngineConfig.priority_seconds))
 
 
 class Sequence:
     """A request that the engine runs. `uid` is also its place in the order of arrival.
 
-    due:       when it arrived, by the engine's clock, as if that had been later or earlier by its priority.
-    tokens:    the prompt and what was generated, the next token to be computed included where it is known.
+    due:       when it arrived, by the engine's clock, as if that had been later or earlier by its
+               priority.
+    tokens:    the prompt and what was generated, including the next token to be computed once that
+               is drawn.
     computed:  how many of them the caches hold, once the step in flight has run.
     caches:    the layer caches; None while it waits, or while a padded batch has them.
     prefix:    the cached beginning of `tokens` that was found last; lookups continue from its end.
-    logprobs:  of tokens[-1] where that was drawn and not emitted yet; without numbers where another rank has drawn it.
-    policy:     its retention: how long, and for whom, what it computes stays cached.
-    agreed:    how many of `tokens` the ranks of a group have agreed to read from disk before it starts; None: they did not vote.
-    drafter:    guesses its next tokens, and sees those that are emitted; None: nothing is drafted for it.
-    learned:    what its drafter in an earlier engine has learned of its sources.
-    preemptions, has_waited: how often it was preempted, and whether it waited for another's prefill.
+    logprobs:  of tokens[-1] where that was drawn and not emitted yet; without numbers where another
+               process has drawn it.
+    policy:    its retention: how long, and for whom, what it computes stays cached.
+    agreed:    how many of `tokens` the ranks of a group have agreed to read from disk before it
+               starts; None: they did not vote.
+    drafter:    guesses its next tokens, and sees those that are emitted; None: nothing is drafted
+                for it.
+    preemptions, has_waited: how often it was preempted, and whether it waited for another's
+    prefill.
     """
 
     def __init__(self, uid: int, request: Request, now: float) -> None:
         self.uid = uid
         self.request = request
-        self.come_again(now)
+        self.requeue(now)
         # Choices share the list of their prompt until they start.
         is_choice, given = request.group is not None, request.tokens
         self.tokens = given if is_choice and isinstance(given, list) else list(given)
@@ -58,7 +62,11 @@ class Sequence:
         self.prefix: PrefixRef | None = None
         self.logprobs: mx.array | None = None
         self.agreed: int | None = None
-        self.breakpoints = {min(position, self.prefill_end): kind for position, kind in request.breakpoints if position > 0}
+        self.breakpoints = {
+            min(position, self.prefill_end): kind
+            for position, kind in request.breakpoints
+            if position > 0
+        }
         if request.group is not None:
             # Where the other choices begin, also those that start later.
             self.breakpoints.setdefault(self.prefill_end, KIND)
@@ -66,20 +74,19 @@ class Sequence:
         # The pins of `request` that are not set yet.
         self.pins = list(request.pins)
         self.drafter: Drafter | None = None
-        self.learned: dict[str, Acceptance] = {}
         self.preemptions = 0
         self.has_waited = False
         self._produced = 0
         self._matcher = request.stop.matcher()
 
-    def come_again(self, now: float) -> None:
-        """Count as having arrived `now`."""
+    def requeue(self, now: float) -> None:
+        """Reset the arrival time used for scheduling."""
         self.due = now + delay_of(self.request.priority)
 
     def suspend(self) -> None:
-        """Drop what is of the trie, its records and its engine's drafts: it may continue beside other ones."""
-        if self.drafter is not None:
-            self.learned = self.drafter.learned
+        """Drop what belongs to the trie, the records and the drafts of this engine: it may
+        continue with others.
+        """
         self.prefix = self.agreed = self.drafter = None
 
     def start(self, caches: list[Any], computed: int) -> None:
@@ -89,13 +96,13 @@ class Sequence:
             self.tokens = list(self.tokens)
 
     @property
-    def of(self) -> int | str:
-        """The same for all choices of one request, and for no other."""
+    def request_key(self) -> int | str:
+        """Identifies the request that this choice belongs to."""
         return self.uid if self.request.group is None else self.request.group
 
     @property
     def place(self) -> tuple[float, int]:
-        """Its place in the line of sequences that wait for room or for their prefill."""
+        """Its place among the sequences that wait for blocks or for their prefill."""
         return self.due, self.uid
 
     @property
@@ -108,7 +115,7 @@ class Sequence:
         return self.computed < self.prefill_end
 
     def generated(self, start: int) -> list[int]:
-        """The tokens behind the prompt, from the `start`-th of them on."""
+        """The tokens after the prompt, from the `start`-th of them on."""
         return self.tokens[len(self.request.tokens) + start :]
 
     @property
@@ -121,18 +128,22 @@ class Sequence:
         """True if nothing was generated yet."""
         return self._produced == 0
 
-    def is_choice_beside(self, other: Sequence) -> bool:
+    def is_choice_with(self, other: Sequence) -> bool:
         """Return whether both are choices for one prompt."""
         return self.request.group is not None and self.request.group == other.request.group
 
     def compute(self, token: int) -> None:
-        """Count its next token as computed: the last one of `tokens`, or one that was drawn and is none of them yet."""
+        """Count its next token as computed: the last one of `tokens`, or one that was drawn and
+        is not among them yet.
+        """
         if self.computed == len(self.tokens):
             self.tokens.append(token)
         self.computed = len(self.tokens)
 
     def until_end(self, tokens: Collection[int]) -> int:
-        """How many of the tokens would be emitted if they came next: those up to the one that ends the reply."""
+        """How many of the tokens would be emitted if they came next: those up to the one that
+        ends the reply.
+        """
         matcher = copy.copy(self._matcher)
         for count, token in enumerate(tokens, 1):
             if matcher.advance(token) or count == self.left_to_emit():
@@ -144,13 +155,20 @@ class Sequence:
         return self.request.max_tokens - self._produced
 
     def append_token(self, token: int) -> str | None:
-        """Count a generated token as emitted. Returns the finish reason, None where more tokens follow."""
+        """Count a generated token as emitted.
+
+        Returns the finish reason, None where more tokens follow.
+        """
         self._produced += 1
         if self.drafter is not None:
             self.drafter.observe((token,))
         stopped = self._matcher.advance(token)
-        return "stop" if stopped else "length" if self._produced >= self.request.max_tokens else None
+        return (
+            "stop" if stopped else "length" if self._produced >= self.request.max_tokens else None
+        )
 
     def left_to_produce(self) -> int:
-        """Tokens that may still follow `tokens`, of which the last may be drawn and not emitted yet."""
+        """Tokens that may still follow `tokens`, of which the last may be drawn and not emitted
+        yet.
+        """
         return len(self.request.tokens) + self.request.max_tokens - len(self.tokens)

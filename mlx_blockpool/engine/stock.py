@@ -1,4 +1,7 @@
-"""mlx-lm's own caches and prompt cache, for models with layers that are not in blocks. Owned by the generation thread."""
+"""mlx-lm's own caches and prompt cache, for models with layers that are not in blocks.
+
+Owned by the generation thread.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
-from ..kv.parts import tokens_held
+from ..kv.prompt_cache import tokens_held
 from ..prefix.salts import SHARED
 from .caches import Caches, Opened
 from .request import KIND
@@ -18,19 +21,21 @@ from .sequence import Sequence
 
 
 class StockCaches(Caches):
-    """In place of PooledCaches. A sequence that continues is cached as a copy; there is no limit but that of `prompts`."""
+    """In place of PooledCaches.
 
-    ragged = keeps_chunks = False
-    needs_checkpoints = True
+    A sequence that continues is cached as a copy; the only limit is that of `prompts`.
+    """
 
     def __init__(self, model: Any, key: Any, prompts: GuardedPromptCache, merges: bool) -> None:
-        self.merges = merges
+        super().__init__(merges)
         self._model = model
         self._key = key
         self._prompts = prompts
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
-        caches, rest = self._prompts.fetch_nearest_cache(self._key_of(sequence.policy.salt), sequence.tokens)
+        caches, rest = self._prompts.fetch_nearest_cache(
+            self._key_of(sequence.policy.salt), sequence.tokens
+        )
         if caches is None:
             caches, rest = stock_prompt_cache(self._model), sequence.tokens
         return Opened(caches, len(sequence.tokens) - len(rest), None)
@@ -41,30 +46,39 @@ class StockCaches(Caches):
     def insert(self, sequence: Sequence, kind: str, end: int) -> None:
         self._insert(sequence, end, copy.deepcopy(sequence.caches), kind)
 
-    def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
+    def insert_given(self, sequence: Sequence, caches: list[Any]) -> None:
         self._insert(sequence, tokens_held(caches), copy.deepcopy(caches), KIND)
 
     def release(self, sequence: Sequence, kind: str) -> None:
         self._insert(sequence, sequence.computed, sequence.caches, kind)
         sequence.caches = None
 
-    def discard(self, sequence: Sequence) -> None:
-        sequence.caches = None
-
     def _key_of(self, salt: bytes) -> Any:
-        """To mlx-lm's cache, prompts under a salt belong to another model."""
+        """Prompts under a salt belong to another model for mlx-lm's cache."""
         return (self._key, salt) if salt else self._key
 
     def _insert(self, sequence: Sequence, held: int, caches: Any, kind: str) -> None:
         if held:
-            self._prompts.insert_cache(self._key_of(sequence.policy.salt), sequence.tokens[:held], caches, cache_type=kind)
+            self._prompts.insert_cache(
+                self._key_of(sequence.policy.salt), sequence.tokens[:held], caches, cache_type=kind
+            )
 
 
 class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's prompt cache, except that a hit leaves a token to compute and that caches end where their tokens end."""
+    """mlx-lm's prompt cache, except that a hit leaves a token to compute and that caches end
+    where their tokens end.
+    """
 
-    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
-        # Behind a draft, the model's and the draft's caches are ahead of what was accepted, each by its own amount.
+    def insert_cache(
+        self,
+        model: Any,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+    ) -> None:
+        # After a draft, the model's and the draft's caches are ahead of what was accepted, each by
+        # another amount.
         if can_trim_prompt_cache(prompt_cache) and all(hasattr(c, "offset") for c in prompt_cache):
             end = min(len(tokens), *(c.offset for c in prompt_cache))
             tokens = tokens[:end]
@@ -72,6 +86,11 @@ class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
                 cache.trim(cache.offset - end)
         mx.eval([c.state for c in prompt_cache])
         super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+        # mlx-lm retains an empty root for each model, and here for each salt, whose entries it has
+        # dropped.
+        roots = self._trie._trie
+        for key in [key for key, root in roots.items() if not root]:
+            del roots[key]
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
         cache, rest = super().fetch_nearest_cache(model, tokens[:-1])

@@ -1,8 +1,9 @@
 """Verification: which drafted tokens each sequence accepts, once one forward has computed them.
 
-Row 0 of a member has its next token, and row j its j-th drafted one. A draw from a row is made as the request would make it
-without drafts, and none is made twice or for nothing: the first that differs from the next drafted token ends the rows of its
-member. Knows logits; no caches. Owned by the generation thread.
+Row 0 of a member has its next token, and row j its j-th drafted one. A draw from a row is made as
+the request would make it without drafts, and none is made twice or for nothing: the first that
+differs from the next drafted token ends the rows of its member. Knows logits; no caches. Owned by
+the generation thread.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 
-from .draws import Drawn, draw, draws_greedily, ids, logprobs_of
-from .masks import Forced
+from .sampling import Drawn, Forced, draw, draws_greedily, ids, logprobs_of
 from .sequence import Sequence
 
-# A token that a sequence emits, and the logprobs [vocabulary] that it was drawn from; [0] where another rank has drawn it.
+# A token that a sequence emits, and the logprobs [vocabulary] that it was drawn from; [0] where
+# another process has drawn it.
 Emitted = tuple[Sequence, int, mx.array]
-# The tokens that are drafted behind the next one of sequences.
+# The tokens that are drafted after the next one of sequences.
 Drafts = Mapping[Sequence, list[int]]
 
 
@@ -28,11 +29,11 @@ Drafts = Mapping[Sequence, list[int]]
 class Rows:
     """The rows of one member of a verification forward.
 
-    tokens:     its next token, and those that are drafted behind it.
+    tokens:     its next token, and those that are drafted after it.
     logprobs:   that the next token was drawn from; None where it is not to be emitted.
     buffer:     the tokens before it, where the member has processors.
     start:      the first of its rows among those of all members.
-    kept:       so many of its rows were accepted, and are computed.
+    kept:       how many of its rows were accepted, and are computed.
     following:  what was drawn from the last of them.
     """
 
@@ -51,8 +52,15 @@ class Rows:
 
 
 @dataclass
-class Verified:
-    """What a step emits, as DecodeBatch.run() returns it; and how many drafted tokens of each member were accepted."""
+class Decoded:
+    """What a decode step has found.
+
+    emitted:   the tokens that the step before has drawn, in the order of the members.
+    failed:    the members whose processor, form or sampler has raised. No token of theirs is
+               emitted.
+    forced:    the tokens that forms force after the emitted ones.
+    accepted:  how many drafted tokens of each member were accepted.
+    """
 
     emitted: list[Emitted] = field(default_factory=list)
     failed: dict[Sequence, Exception] = field(default_factory=dict)
@@ -60,38 +68,41 @@ class Verified:
     accepted: dict[Sequence, int] = field(default_factory=dict)
 
 
-def accept(logits: mx.array, members: Row[Rows], least_forced: int) -> Verified:
-    """Draw from the logits [rows, vocabulary] of all members, as long as they draw what was drafted.
+def accept(logits: mx.array, members: Row[Rows], least_forced: int) -> Decoded:
+    """Draw from the logits [rows, vocabulary] of all members, as long as they draw what was
+    drafted.
 
-    Behind a row on which a form forces `least_forced` tokens no draft is accepted: they are appended without a draw. Afterwards
-    all that was drawn is evaluated, and `kept`, `following` and `logprobs` of each member are those of the next step.
+    After a row on which a form forces `least_forced` tokens no draft is accepted: they are appended
+    without a draw. In the end all that was drawn is evaluated, and `kept`, `following` and
+    `logprobs` of each member are those of the next step.
     """
-    verified = Verified()
+    decoded = Decoded()
     greedy = [rows for rows in members if draws_greedily(rows.member)]
     if greedy:
-        _accept_greedy(logits, greedy, verified)
+        _accept_greedy(logits, greedy, decoded)
     drawing = [rows for rows in members if not draws_greedily(rows.member)]
     while drawing:
         drawn = _draw_next(logits, drawing)
-        verified.failed |= drawn.failed
-        verified.forced |= drawn.forced
+        decoded.failed |= drawn.failed
+        decoded.forced |= drawn.forced
         found = zip(drawing, ids(drawn.tokens), list(drawn.logprobs), strict=True)
         drawing = [
             rows
             for rows, token, logprobs in found
-            if _take(rows, token, logprobs, verified) and len(drawn.forced.get(rows.member, ())) < least_forced
+            if _take(rows, token, logprobs, decoded)
+            and len(drawn.forced.get(rows.member, ())) < least_forced
         ]
-    verified.accepted = {rows.member: rows.kept - 1 for rows in members if len(rows.tokens) > 1}
-    mx.eval([rows.logprobs for rows in members], [logprobs for _, _, logprobs in verified.emitted])
-    return verified
+    decoded.accepted = {rows.member: rows.kept - 1 for rows in members if len(rows.tokens) > 1}
+    mx.eval([rows.logprobs for rows in members], [logprobs for _, _, logprobs in decoded.emitted])
+    return decoded
 
 
-def _accept_greedy(logits: mx.array, members: Row[Rows], verified: Verified) -> None:
+def _accept_greedy(logits: mx.array, members: Row[Rows], decoded: Decoded) -> None:
     """accept() where every draw is the most likely token: all are made at once."""
     logprobs = logprobs_of(logits)
     best = ids(mx.argmax(logprobs, axis=-1))
     for rows in members:
-        while _take(rows, best[rows.row], logprobs[rows.row], verified):
+        while _take(rows, best[rows.row], logprobs[rows.row], decoded):
             pass
 
 
@@ -104,12 +115,17 @@ def _draw_next(logits: mx.array, members: Row[Rows]) -> Drawn:
     return drawn
 
 
-def _take(rows: Rows, following: int, logprobs: mx.array, verified: Verified) -> bool:
-    """Count the next row as computed, and emit its token. Returns whether `following`, drawn from it, is what was drafted."""
+def _take(rows: Rows, following: int, logprobs: mx.array, decoded: Decoded) -> bool:
+    """Count the next row as computed, and emit its token.
+
+    Returns whether `following`, drawn from it, is what was drafted.
+    """
     token = rows.tokens[rows.kept]
     rows.member.compute(token)
-    if rows.logprobs is not None and rows.member not in verified.failed:
-        verified.emitted.append((rows.member, token, rows.logprobs))
+    if rows.logprobs is not None and rows.member not in decoded.failed:
+        decoded.emitted.append((rows.member, token, rows.logprobs))
     rows.kept += 1
     rows.following, rows.logprobs = following, logprobs
-    return rows.member not in verified.failed and rows.tokens[rows.kept : rows.kept + 1] == [following]
+    return rows.member not in decoded.failed and rows.tokens[rows.kept : rows.kept + 1] == [
+        following
+    ]

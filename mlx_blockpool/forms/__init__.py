@@ -1,1 +1,3 @@
-"""The forms of replies, as masks over tokens: JSON schemas, grammars, tool calls. Knows token ids and text; no arrays of mlx."""
+"""The forms of replies, as masks over tokens: JSON schemas, grammars, tool calls. Knows token
+ids and text; no arrays of mlx.
+"""

@@ -1,40 +1,41 @@
-"""Grammars of tool calls, one for each of mlx-lm's tool parsers, and the arguments of parsed calls in their schemas' types."""
+"""Grammars of tool calls, one for each of mlx-lm's tool parsers, and the arguments of parsed
+calls in their schemas' types.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..config import FormConfig
 from ..errors import FormError
-from .gemma import function_gemma, gemma4
+from .gemma_calls import function_gemma, gemma4
 from .json_calls import PYTHON_NAMES, json_tools, kimi_k2, mistral, mistral_list, pythonic
 from .lark import Lark
-from .parameters import decode, resolve
-from .schema import Schema, SchemaError
+from .output_format import ToolFormat
+from .parameters import decode
+from .schema import JsonSchema, Schema, SchemaError, placed, without_refused
 from .tag_calls import TagCall
 from .tags import SAMPLE, TAGS, Tags
 from .vocabulary import Vocabulary
-from .wanted import WantedTool
 
 Tool = dict[str, Any]
-# How much of a reply a grammar is of: one call, the calls between one pair of markers, all that follows the first marker, or all
-# of the reply, with its markers and its text.
+# How much of a reply a grammar is of: one call, the calls between one pair of markers, all that
+# follows the first marker, or all of the reply, with its markers and its text.
 Extent = Literal["call", "block", "reply", "text"]
-# Lark of one call: the grammar that it joins, the function's name, the exact schema of its parameters and the schema's place.
-Build = Callable[[Lark, str, Schema, str], str]
+# Lark of one call: the grammar that it joins, the function's name, the exact schema of its
+# parameters and the schema's place.
+Build = Callable[[Lark, str, JsonSchema, str], str]
 # Between the end of a call's markers and the next call's.
 BETWEEN = r"/[ \t\r\n]{0,4}/"
-# Names that a parser reads back whatever they are; halves of surrogate pairs are no characters.
+# Names that a parser reads back whatever they are; halves of surrogate pairs are not characters.
 ANY_NAME = "[^\ud800-\udfff]+"
 ANY_TEXT = "/(?s:.)*/"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-# So many different schemas of parameters are tried one by one, of all tools that cannot be kept as a whole.
-MOST_TRIED = 32
-# What schemas that nobody has checked raise when a value is decoded.
+# What unchecked schemas raise when a value is decoded.
 UNREADABLE = (SchemaError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
@@ -42,10 +43,12 @@ UNREADABLE = (SchemaError, ValueError, TypeError, KeyError, AttributeError, Recu
 class Family:
     """How the models of one parser write calls.
 
-    start, end:  the parser's markers; no end: calls last until the reply ends.
+    start, end:  the parser's markers; without an end, calls last until the reply ends.
     build:       Lark of one call; tags instead for calls in tags.
-    within:      what stands between calls inside of one pair of markers; None: each call has markers of its own.
-    opens, closes: Lark of what stands before the first and after the last call inside of the markers.
+    within:      what stands between calls inside one pair of markers; None where each call has its
+                 own markers.
+    opens, closes: Lark of what stands before the first and after the last call inside of the
+    markers.
     names:       the functions' names that the parser reads back.
     """
 
@@ -59,11 +62,19 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "function_gemma": Family("<start_function_call>", "<end_function_call>", function_gemma, names=r"\w+"),
+    "function_gemma": Family(
+        "<start_function_call>", "<end_function_call>", function_gemma, names=r"\w+"
+    ),
     "gemma4": Family("<|tool_call>", "<tool_call|>", gemma4, names=r"[\w-]+"),
     "glm47": Family("<tool_call>", "</tool_call>", TAGS["glm47"]),
     "json_tools": Family("<tool_call>", "</tool_call>", json_tools, names=ANY_NAME),
-    "kimi_k2": Family("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", kimi_k2, "", names="[^<>\ud800-\udfff]+"),
+    "kimi_k2": Family(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        kimi_k2,
+        "",
+        names="[^<>\ud800-\udfff]+",
+    ),
     "kimi_k3": Family("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", TAGS["kimi_k3"], ""),
     "laguna": Family("<tool_call>", "</tool_call>", TAGS["glm47"]),
     "longcat": Family("<longcat_tool_call>", "</longcat_tool_call>", TAGS["longcat"]),
@@ -71,23 +82,33 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family("<minimax:tool_call>", "</minimax:tool_call>", TAGS["minimax_m2"], ""),
     "mistral": Family("[TOOL_CALLS]", "", mistral, "[TOOL_CALLS]", closes=BETWEEN, names=r"[\w-]+"),
     "muse_spark": Family("<atem:function_calls>", "</atem:function_calls>", TAGS["muse_spark"], ""),
-    "pythonic": Family("<|tool_call_start|>", "<|tool_call_end|>", pythonic, ", ", '"["', '"]"', names=PYTHON_NAMES),
+    "pythonic": Family(
+        "<|tool_call_start|>", "<|tool_call_end|>", pythonic, ", ", '"["', '"]"', names=PYTHON_NAMES
+    ),
     "qwen3_coder": Family("<tool_call>", "</tool_call>", TAGS["qwen3_coder"]),
 }
 # Of tokenizers without the marker that stands before arguments.
-MISTRAL_LIST = Family("[TOOL_CALLS]", "", mistral_list, ", ", '/ ?/ "["', f'"]" {BETWEEN}', names=ANY_NAME)
+MISTRAL_LIST = Family(
+    "[TOOL_CALLS]", "", mistral_list, ", ", '/ ?/ "["', f'"]" {BETWEEN}', names=ANY_NAME
+)
 
 
 def call_grammar(
-    parser: str, tools: Sequence[WantedTool], vocabulary: Vocabulary, spelling: str = "", extent: Extent = "reply"
+    parser: str,
+    tools: Sequence[ToolFormat],
+    vocabulary: Vocabulary,
+    spelling: str = "",
+    extent: Extent = "reply",
 ) -> str:
     """Lark of what follows the marker that begins calls, the last end marker included.
 
     parser:    the module of mlx_lm.tool_parsers that reads the calls.
-    tools:     arguments keep the schemas of strict ones, and those of the others where this parser's calls can.
-    spelling:  a call as the model's own template writes it (`PreparedPrompt.call_spelling`); "": as most such models do.
-    extent:    what is written: "call" one call, "block" the calls between one pair of markers, "reply" as many as there may be,
-               "text" any text, with such blocks in it.
+    tools:     arguments keep the schemas of strict ones, and those of the others where this
+               parser's calls can.
+    spelling:  a call as the model's own template writes it (`PreparedPrompt.call_spelling`); "": as
+               most such models do.
+    extent:    what is written: "call" one call, "block" the calls between one pair of markers,
+               "reply" any number of calls, "text" any text, with such blocks in it.
 
     Raises FormError, with its place in the request's body.
     """
@@ -101,14 +122,27 @@ def call_grammar(
     several = extent != "call" and family.within is not None
     build = _builder(family, vocabulary, spelling, several)
     if -1 < spelling.find(min(SAMPLE)) < spelling.find(max(SAMPLE)):
-        tools = [replace(tool, schema=json.dumps(_ordered(json.loads(tool.schema), family))) for tool in tools]
-    tried: dict[tuple[str, str], Schema] = {}
-    calls = [call for index, tool in enumerate(tools) if (call := _call(lark, build, family, tool, index, tried))]
+        tools = [
+            replace(tool, schema=json.dumps(_ordered(json.loads(tool.schema), family)))
+            for tool in tools
+        ]
+    spare = iter(range(FormConfig.loosened))
+    calls = [
+        call
+        for index, tool in enumerate(tools)
+        if (call := _call(lark, build, family, tool, index, spare))
+    ]
     if not calls:
         raise FormError("this model cannot call functions of these names", "tools")
     call = lark.rule(" | ".join(calls))
-    more = f" ({lark.literal(family.within)} {call})*" if several and family.within is not None else ""
-    opens = lark.literal(family.build.spelled(spelling).lead) if isinstance(family.build, Tags) else family.opens
+    more = (
+        f" ({lark.literal(family.within)} {call})*" if several and family.within is not None else ""
+    )
+    opens = (
+        lark.literal(family.build.spelled(spelling).lead)
+        if isinstance(family.build, Tags)
+        else family.opens
+    )
     block = lark.rule(f"{opens} {call}{more} {family.closes} {lark.literal(family.end)}")
     if extent == "text":
         # A lazy lexeme ends with the first marker, also inside of a token.
@@ -119,8 +153,10 @@ def call_grammar(
     return lark.text(f"{block} ({lark.terminal(BETWEEN)} {lark.literal(family.start)} {block})*")
 
 
-def _longest_run(tool: WantedTool) -> int:
-    """What a call may force at most, about: the names of all parameters, each with the longest text of the schema."""
+def _longest_run(tool: ToolFormat) -> int:
+    """What a call may force at most, about: the names of all parameters, each with the longest
+    text of the schema.
+    """
     schema = json.loads(tool.schema)
     names = schema.get("properties", {}) if isinstance(schema, dict) else {}
     # A schema has one constant for several parameters where they refer to it.
@@ -129,10 +165,15 @@ def _longest_run(tool: WantedTool) -> int:
 
 
 def _ordered(schema: Any, family: Family) -> Any:
-    """A schema with its properties in the order of their names, those of inner objects too unless they are JSON between tags."""
+    """A schema with its properties in the order of their names, those of inner objects too
+    unless they are JSON between tags.
+    """
     if not isinstance(schema, dict):
         return schema
-    held = {key: _ordered(value, family) if not isinstance(family.build, Tags) else value for key, value in schema.items()}
+    held = {
+        key: _ordered(value, family) if not isinstance(family.build, Tags) else value
+        for key, value in schema.items()
+    }
     if isinstance(held.get("properties"), dict):
         held["properties"] = dict(sorted(held["properties"].items()))
     return held
@@ -146,113 +187,121 @@ def _builder(family: Family, vocabulary: Vocabulary, spelling: str, several: boo
     if family.end not in vocabulary.added and not any(ban in family.end for ban in tags.bans):
         # The end of calls is found by its text then.
         tags = replace(tags, bans=(*tags.bans, family.end))
-    return lambda lark, name, schema, place: TagCall(lark, tags, schema, place, several).text(name)
+    return lambda lark, name, schema, place: TagCall(
+        lark, tags, Schema(schema), place, several
+    ).text(name)
 
 
 def _call(
-    lark: Lark, build: Build, family: Family, tool: WantedTool, index: int, tried: dict[tuple[str, str], Schema]
+    lark: Lark, build: Build, family: Family, tool: ToolFormat, index: int, spare: Iterator[int]
 ) -> str | None:
-    """Lark of a call of one tool; None: the tool is not strict, and the parser cannot read its name back.
+    """Lark of a call of one tool; None where the tool is not strict and the parser cannot read its
+    name back.
 
-    `tried`: what was kept of parameters before, by the schema of their tool and their own.
+    spare: ends when other parameters have taken all that may be left out.
     """
     is_strict, place = tool.place is not None, tool.place or f"tools[{index}]"
     if not re.fullmatch(family.names, tool.name):
         if is_strict:
-            # Beside the parameters, in every protocol.
+            # The name is next to the parameters in every protocol.
             at = f"{place.rpartition('.')[0] or place}.name"
-            raise SchemaError(at, None, f"this model cannot call a function named {tool.name!r}: use letters, digits, _ and -")
+            raise SchemaError(
+                at,
+                None,
+                f"this model cannot call a function named {tool.name!r}: use letters, digits, _ "
+                "and -",
+            )
         return None
+
+    def built(schema: JsonSchema) -> str:
+        with placed(place):
+            return lark.rule(build(lark, tool.name, schema, place))
+
     schema = json.loads(tool.schema)
-    try:
-        return lark.rule(_built(lark, build, tool.name, schema, place))
-    except SchemaError:
-        if is_strict:
-            raise
-    properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
-    kept = {}
-    for key, given in properties.items():
-        known = tool.schema, json.dumps(given)
-        if known not in tried and len(tried) < MOST_TRIED:
-            tried[known] = _kept(lark, build, tool.name, schema, key)
-        kept[key] = tried.get(known, True)
-    loose = {"type": "object", "properties": kept, **{key: schema[key] for key in ("required", "$defs") if key in schema}}
-    try:
-        return lark.rule(_built(lark, build, tool.name, loose if kept else ANY_OBJECT, place))
-    except SchemaError:
-        return lark.rule(_built(lark, build, tool.name, ANY_OBJECT, place))
+    if is_strict or isinstance(schema, bool):
+        return built(schema)
+    loose = {
+        "type": "object",
+        **{key: schema[key] for key in ("properties", "required", "$defs") if key in schema},
+    }
+    return (
+        without_refused(schema, built, spare, place)
+        or without_refused(loose, built, spare, place)
+        or built(ANY_OBJECT)
+    )
 
 
-def _built(lark: Lark, build: Build, name: str, schema: Schema, place: str) -> str:
-    try:
-        return build(lark, name, schema, place)
-    except SchemaError as error:
-        if error.place:
-            raise
-        raise SchemaError(place, error.keyword, error.why) from error
+def loosened(tools: Sequence[ToolFormat]) -> tuple[ToolFormat, ...]:
+    """The tools without the schemas of those that are not strict, for a grammar that would not
+    compile with them.
+    """
+    return tuple(
+        tool if tool.place is not None else replace(tool, schema=json.dumps(ANY_OBJECT))
+        for tool in tools
+    )
 
 
-def _kept(lark: Lark, build: Build, name: str, schema: dict[str, Any], key: str) -> Schema:
-    """The schema of one parameter if it can be kept; else one of any value."""
-    alone = {"type": "object", "properties": {key: schema["properties"][key]}, "$defs": schema.get("$defs", {})}
-    try:
-        _built(lark.alone(), build, name, alone, "")
-    except SchemaError:
-        return True
-    held: Schema = alone["properties"][key]
-    return held
-
-
-def loosened(tools: Sequence[WantedTool]) -> tuple[WantedTool, ...]:
-    """The tools without the schemas of those that are not strict, for a grammar that would not compile with them."""
-    return tuple(tool if tool.place is not None else replace(tool, schema=json.dumps(ANY_OBJECT)) for tool in tools)
-
-
-def arguments(parser: str, name: str, parsed: Mapping[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
-    """The arguments of a parsed call of function `name`: what parsers of tags return as raw text, in its schema's type."""
-    function = next((found for tool in tools if (found := _function(tool)).get("name") == name), None)
+def arguments(
+    parser: str, name: str, parsed: Mapping[str, Any], tools: Sequence[Tool]
+) -> dict[str, Any]:
+    """The arguments of a parsed call of function `name`: what parsers of tags return as raw
+    text, in its schema's type.
+    """
+    function = next(
+        (found for tool in tools if (found := _function(tool)).get("name") == name), None
+    )
     if not writes_tags(parser) or function is None:
         return dict(parsed)
     root, properties = function.get("parameters") or {}, _properties(function)
-    return {key: _decoded(value, properties[key], root) if key in properties else value for key, value in parsed.items()}
+    return {
+        key: _decoded(value, properties[key], root) if key in properties else value
+        for key, value in parsed.items()
+    }
 
 
 def _decoded(value: Any, schema: Any, root: Any) -> Any:
     try:
-        return decode(value, schema, root)
+        return decode(value, Schema(root).types(schema))
     except UNREADABLE:
         return value
 
 
 def writes_tags(parser: str) -> bool:
-    """Whether a parser reads values as text between tags."""
+    """Return whether a parser reads values as text between tags."""
     return parser in FAMILIES and isinstance(FAMILIES[parser].build, Tags)
 
 
 def as_strings(parser: str, tools: Sequence[Tool]) -> Sequence[Tool]:
-    """The tools to parse a call with: for a parser of tags every parameter is a string, so that it returns raw text."""
+    """The tools to parse a call with: for a parser of tags every parameter is a string, so that
+    it returns raw text.
+    """
     if not writes_tags(parser):
         return tools
     return [
-        {**tool, "function": {**tool["function"], "parameters": _texts(tool["function"])}} for tool in tools if _function(tool)
+        {**tool, "function": {**tool["function"], "parameters": _texts(tool["function"])}}
+        for tool in tools
+        if _function(tool)
     ]
 
 
 def _function(tool: Any) -> dict[str, Any]:
-    """The function that a tool is; empty for tools that nobody has checked and that are none."""
+    """The function of a tool; empty for an unchecked tool that is not a function."""
     found = tool.get("function") if isinstance(tool, dict) else None
     return found if isinstance(found, dict) else {}
 
 
 def _texts(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": {key: {"type": "string"} for key in _properties(function)}}
+    return {
+        "type": "object",
+        "properties": {key: {"type": "string"} for key in _properties(function)},
+    }
 
 
 def _properties(function: dict[str, Any]) -> dict[str, Any]:
     """The schemas of a function's parameters by their names, as far as anything says so."""
     schema = function.get("parameters") or {}
     try:
-        found = resolve(schema, schema)
+        found = Schema(schema).resolve(schema)
     except UNREADABLE:
         return {}
     properties = found.get("properties") if isinstance(found, dict) else None

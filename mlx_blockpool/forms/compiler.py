@@ -1,8 +1,10 @@
-"""Compiler: grammars as matchers, compiled once, within limits of time and memory. Used by the threads of sockets."""
+"""Compiler: grammars as matchers, compiled once, within limits of time and memory.
+
+Used by the threads of sockets.
+"""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -14,63 +16,96 @@ from llguidance import LLMatcher, LLParserLimits
 
 from ..config import FormConfig
 from ..errors import FormError
-from .places import Schema, place
+from .output_format import OutputFormat
 from .vocabulary import Vocabulary
-from .wanted import Wanted, json_grammar
 
 T = TypeVar("T")
 
-# Address space for the recursion that 64 KiB of a grammar can lead to; memory is only used as far as it goes.
+# Address space for the recursion that 64 KiB of a grammar can lead to; memory is only used as far
+# as it goes.
 STACK_BYTES = 256 << 20
+# The most memory that a second of processor time was seen to add, by compiling and by replies
+# (benchmarks/LOG.md, 2026-11-23). Ordinary schemas take 0.1 to 6 MB and add less than 12 MB a
+# second. A faster processor may add more.
+COMPILING_BYTES = 430_000_000
+REPLY_BYTES = 260_000_000
 # The size of stacks is that of all threads that start meanwhile.
 _STARTING = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why a grammar was refused, and where in its schema the reason is, as ".properties.a.pattern"; None: not looked for yet."""
-
-    why: str
-    where: str | None = None
+# The key of a vocabulary, and the salt of the requests that share what is compiled.
+Scope = tuple[Hashable, bytes]
 
 
-@dataclass
-class Kept:
-    """What became of a grammar: a matcher at its beginning, or why it was refused.
-
-    seconds:  of processor time, which compiling it took.
-    uses:     how often it was wanted.
+class FormCost:
+    """The processor time that a reply has spent in its form: what its grammars hold grows with
+    it.
     """
 
-    found: LLMatcher | Refusal
-    seconds: float = 0.0
-    uses: int = 0
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._grammars: list[Compiled] = []
+
+    def follow(self, grammar: Compiled) -> None:
+        """Count a reply that follows a grammar, and from now on what it adds to it."""
+        grammar.replies += 1
+        grammar.reply_seconds += self.seconds
+        self._grammars.append(grammar)
+
+    def charge(self, seconds: float) -> None:
+        self.seconds += seconds
+        for grammar in self._grammars:
+            grammar.reply_seconds += seconds
 
 
 @dataclass
-class Work:
-    """The processor time that replies have spent in their forms: what grammars hold grows with it."""
+class Compiled:
+    """A compiled grammar: a matcher at its beginning, or why it was refused.
 
+    text_bytes:     of the grammar in Lark.
+    seconds:        of processor time, which compiling it took.
+    replies:        how many have a copy of the matcher. reply_seconds: of processor time, which
+                    they have spent in their forms.
+    """
+
+    found: LLMatcher | str
+    text_bytes: int
     seconds: float = 0.0
+    replies: int = 0
+    reply_seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """An estimate of its memory, several times too high for most: llguidance does not say
+        what a grammar holds.
+        """
+        if isinstance(self.found, str):
+            return self.text_bytes
+        return self.text_bytes + int(self.seconds * COMPILING_BYTES) + self.grown
+
+    @property
+    def grown(self) -> int:
+        """The part of it that replies have added: all copies of a matcher share the states of
+        its lexer.
+        """
+        return int(self.reply_seconds * REPLY_BYTES)
 
 
 class Compiler:
-    """Compiles one grammar at a time, and keeps what it has compiled. Thread-safe: only threads that compile wait for each other.
+    """Compiles one grammar at a time, and keeps what it has compiled. Thread-safe: only threads
+    that compile wait for each other.
 
     compiled, refused:  how many grammars it has compiled, and refused.
-    hits:               how often a grammar was wanted that it had compiled or refused before.
-    work:               where the forms of its grammars count their time.
+    hits:               how often a grammar was requested that had been compiled or refused before.
     """
 
     def __init__(self, config: FormConfig) -> None:
         self.config = config
         self.compiled = self.refused = self.hits = 0
-        self.work = Work()
         self._compiling = threading.Lock()
         self._changing = threading.Lock()
-        # By the key of the vocabulary and the grammar's text; the last one was used last.
-        self._kept: OrderedDict[tuple[Hashable, str], Kept] = OrderedDict()
-        self._kept_bytes, self._kept_seconds = 0, 0.0
+        # By the scope and the grammar's text; the last one was used last.
+        self._kept: OrderedDict[tuple[Scope, str], Compiled] = OrderedDict()
         self._limits = LLParserLimits(
             max_items_in_row=config.row_items,
             initial_lexer_fuel=config.initial_fuel,
@@ -85,114 +120,141 @@ class Compiler:
         """The number of grammars that are kept."""
         return len(self._kept)
 
-    def compile(self, key: Hashable, vocabulary: Vocabulary, grammar: str, place: str) -> LLMatcher:
-        """A matcher of its own for a grammar in Lark. `key`: names the vocabulary. Raises FormError with `place`."""
-        found = self._found(key, vocabulary, grammar)
-        if isinstance(found, Refusal):
-            raise FormError(found.why, place)
-        return found.deep_copy()
-
-    def content(self, key: Hashable, vocabulary: Vocabulary, wanted: Wanted) -> LLMatcher:
-        """A matcher for the whole content of a reply. Raises FormError with the place of what cannot be kept."""
-        grammar = wanted.grammar
-        found = self._found(key, vocabulary, grammar)
-        if not isinstance(found, Refusal):
-            return found.deep_copy()
-        if found.where is None:
-            schema, tries = json.loads(wanted.text) if wanted.kind == "json" else True, self._tries(vocabulary)
-            where = on_deep_stack(lambda: place(schema, tries))
-            found = Refusal(found.why, where)
-            self._keep(key, grammar, Kept(found))
-        raise FormError(found.why, f"{wanted.place}{found.where}")
-
-    def drop(self, key: Hashable) -> None:
-        """Forget what was compiled for a vocabulary, as after a reply that has met the limits which all in its form share."""
+    @property
+    def nbytes(self) -> int:
+        """An estimate of what these grammars hold, once those beyond the limits are dropped."""
         with self._changing:
-            for kept in [kept for kept in self._kept if kept[0] == key]:
-                self._forget(kept)
+            self._evict()
+            return self._bytes
 
-    def _tries(self, vocabulary: Vocabulary) -> Callable[[Schema], bool]:
-        def compiles(schema: Schema) -> bool:
-            with self._compiling:
-                return not isinstance(self._matcher(vocabulary, json_grammar(schema)), Refusal)
+    def content(
+        self,
+        key: Hashable,
+        vocabulary: Vocabulary,
+        wanted: OutputFormat,
+        work: FormCost | None = None,
+        salt: bytes = b"",
+    ) -> LLMatcher:
+        """The matcher of the whole content of a reply.
 
-        return compiles
+        Raises FormError with the place of what cannot be kept.
+        """
+        return self.compile(key, vocabulary, wanted.grammar, wanted.place, work, salt)
 
-    def _found(self, key: Hashable, vocabulary: Vocabulary, grammar: str) -> LLMatcher | Refusal:
-        found = self._known(key, grammar)
+    def compile(
+        self,
+        key: Hashable,
+        vocabulary: Vocabulary,
+        grammar: str,
+        place: str,
+        work: FormCost | None = None,
+        salt: bytes = b"",
+    ) -> LLMatcher:
+        """A copy of the matcher of a grammar in Lark. Raises FormError with `place`.
+
+        key:    names the vocabulary.
+        work:   where the form that follows this copy counts its time.
+        salt:   of the request: the time that compiling takes does not reveal what was compiled
+                under another salt.
+        """
+        scope = key, salt
+        found = self._known(scope, grammar, work)
         if found is None:
             with self._compiling:
                 # Another thread may have compiled it meanwhile.
-                found = self._known(key, grammar)
+                found = self._known(scope, grammar, work)
                 if found is None:
                     kept = on_deep_stack(lambda: self._compiled(vocabulary, grammar))
-                    self._keep(key, grammar, kept)
+                    (work or FormCost()).follow(kept)
+                    self._keep(scope, grammar, kept)
                     found = kept.found
-        return found
+        if isinstance(found, str):
+            raise FormError(found, place)
+        return found.deep_copy()
 
-    def _known(self, key: Hashable, grammar: str) -> LLMatcher | Refusal | None:
+    def drop(self, key: Hashable) -> None:
+        """Forget what was compiled for a vocabulary, as after a reply that has met the limits
+        which all in its form share.
+        """
         with self._changing:
-            if self.work.seconds > self.config.reply_seconds:
-                self.work.seconds, self._kept_bytes, self._kept_seconds = 0.0, 0, 0.0
-                self._kept.clear()
-            kept = self._kept.get((key, grammar))
-            if kept is None or kept.uses >= self.config.replies:
+            for kept in [kept for kept in self._kept if kept[0][0] == key]:
+                del self._kept[kept]
+
+    def clear(self) -> None:
+        """Drop all grammars.
+
+        Replies that run have copies, which hold a grammar's states until they end.
+        """
+        with self._changing:
+            self._kept.clear()
+
+    def _known(self, scope: Scope, grammar: str, work: FormCost | None) -> LLMatcher | str | None:
+        with self._changing:
+            self._evict()
+            kept = self._kept.get((scope, grammar))
+            if (
+                kept is None
+                or kept.replies > self.config.replies
+                or kept.grown > self.config.compiled_bytes // 2
+            ):
                 return None
-            kept.uses += 1
+            (work or FormCost()).follow(kept)
             self.hits += 1
-            self._kept.move_to_end((key, grammar))
+            self._kept.move_to_end((scope, grammar))
             return kept.found
 
-    def _compiled(self, vocabulary: Vocabulary, grammar: str) -> Kept:
+    def _compiled(self, vocabulary: Vocabulary, grammar: str) -> Compiled:
         started = time.thread_time()
         found = self._matcher(vocabulary, grammar)
-        if isinstance(found, Refusal):
+        if isinstance(found, str):
             self.refused += 1
         else:
             self.compiled += 1
-        return Kept(found, time.thread_time() - started)
+        return Compiled(found, len(grammar), time.thread_time() - started)
 
-    def _matcher(self, vocabulary: Vocabulary, grammar: str) -> LLMatcher | Refusal:
+    def _matcher(self, vocabulary: Vocabulary, grammar: str) -> LLMatcher | str:
         started = time.thread_time()
-        matcher = LLMatcher(vocabulary.ll, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=self._limits)
+        matcher = LLMatcher(
+            vocabulary.ll, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=self._limits
+        )
         if not matcher.is_error():
             # What can never be written is only found here.
             matcher.compute_bitmask()
         if matcher.is_error():
-            return Refusal(reason(matcher))
+            return reason(matcher)
         if matcher.is_stopped():
-            return Refusal("it leaves nothing to write")
+            return "it leaves nothing to write"
         if len(vocabulary.ll.decode_bytes(matcher.compute_ff_tokens())) > self.config.forced_bytes:
-            return Refusal(f"it begins with more than {self.config.forced_bytes} bytes that leave no choice")
+            return f"it begins with more than {self.config.forced_bytes} bytes that leave no choice"
         if (spent := time.thread_time() - started) > self.config.compile_seconds:
-            return Refusal(f"it took {spent:.1f} s to compile; at most {self.config.compile_seconds:g} s are spent on one")
+            return (
+                f"it took {spent:.1f} s to compile; at most {self.config.compile_seconds:g} s are "
+                "spent on one"
+            )
         return matcher
 
-    def _keep(self, key: Hashable, grammar: str, kept: Kept) -> None:
+    def _keep(self, scope: Scope, grammar: str, kept: Compiled) -> None:
         with self._changing:
-            if (key, grammar) in self._kept:
-                self._forget((key, grammar))
-            self._kept[key, grammar] = kept
-            self._kept_bytes += len(grammar)
-            self._kept_seconds += kept.seconds
-            while len(self._kept) > 1 and self._is_full:
-                self._forget(next(iter(self._kept)))
+            self._kept.pop((scope, grammar), None)
+            self._kept[scope, grammar] = kept
+            self._evict()
+
+    def _evict(self) -> None:
+        held = self._bytes
+        while self._kept and (
+            len(self._kept) > self.config.compiled or held > self.config.compiled_bytes
+        ):
+            held -= self._kept.popitem(last=False)[1].nbytes
 
     @property
-    def _is_full(self) -> bool:
-        return (
-            len(self._kept) > self.config.compiled
-            or self._kept_bytes > self.config.compiled_bytes
-            or self._kept_seconds > self.config.kept_seconds
-        )
-
-    def _forget(self, kept: tuple[Hashable, str]) -> None:
-        self._kept_seconds -= self._kept.pop(kept).seconds
-        self._kept_bytes -= len(kept[1])
+    def _bytes(self) -> int:
+        return sum(kept.nbytes for kept in self._kept.values())
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
-    """What `work` returns, on a thread of its own: llguidance follows rules by recursion, and an overflow ends the process."""
+    """Run `work` on a thread with a deep stack: llguidance follows rules by recursion, and an
+    overflow ends the process.
+    """
     found: list[T | BaseException] = []
 
     def run() -> None:
@@ -221,9 +283,20 @@ def reason(matcher: LLMatcher) -> str:
     if first.endswith("regex parse error:"):
         return f"invalid regex: {text.rpartition('error: ')[2].splitlines()[0]}"
     if "coerce_one_of" in first:
-        return "oneOf is not supported where two of its schemas may match: use anyOf, or make them differ in a const"
+        return (
+            "oneOf is not supported where two of its schemas may match: use anyOf, or make them "
+            "differ in a const"
+        )
+    if "NoExtension" in first:
+        return (
+            "no text ever completes it: one of its rules leads to itself and has no alternative "
+            "that ends"
+        )
     if first.startswith("panic:"):
         return "it is too large"
     if "Unable to determine if regex is empty" in first:
-        return "a pattern or a bound of length is too large to be checked together with the others of its text"
+        return (
+            "a pattern or a bound of length is too large to be checked together with the others "
+            "of its text"
+        )
     return first.rpartition("failed to compile JSON schema: ")[2] or "its limits are met"

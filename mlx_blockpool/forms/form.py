@@ -1,4 +1,4 @@
-"""Form: which tokens may come next in one reply.
+"""ReplyForm: which tokens may come next in one reply.
 
 Knows token ids; no text and no arrays of mlx. Owned by the generation thread once its request runs.
 """
@@ -16,27 +16,24 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from ..config import FormConfig
 from ..errors import FormError
-from .compiler import Work, reason
+from .compiler import FormCost, reason
 from .vocabulary import Vocabulary
 
-# The most forced tokens that are returned at once: the other members of a batch wait for the pass that computes them.
-MOST_FORCED = 32
-# What a form may cost the thread that all replies share, in processor time: for each of its tokens, and beside that. The
-# compiler's limits bound its masks, but not what the tokens of an ambiguous grammar cost.
-TOKEN_SECONDS = 0.01
-SPARE_SECONDS = 0.5
 State = Literal["thinking", "start", "free", "form", "call", "done"]
 Words = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Marks:
-    """The tokens by which a form's states follow each other; empty where the model has none, or where they may not come.
+    """The tokens by which a form's states follow each other; empty where the model has none, or
+    where they may not come.
 
     think_start, think_end:  around the thinking.
     call_start:              before a tool call.
-    space:                   space alone, which may come before the content, its thinking and its calls.
+    space:                   space alone, which may come before the content, its thinking and its
+                             calls.
     eos:                     those that end a reply.
     """
 
@@ -47,7 +44,7 @@ class Marks:
     eos: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, tokenizer: Any, vocabulary: Vocabulary) -> Marks:
+    def from_tokenizer(cls, tokenizer: Any, vocabulary: Vocabulary) -> Marks:
         """Of mlx-lm's tokenizer."""
 
         def mark(text: str | None, tokens: Sequence[int] | None) -> tuple[int, ...]:
@@ -62,25 +59,36 @@ class Marks:
         )
 
 
-def mark_tokens(text: str | None, tokens: Sequence[int] | None, added: Iterable[str]) -> tuple[int, ...]:
-    """The tokens of a marker. Empty if they are several ordinary ones: a token may reach beyond the marker's text then.
+def mark_tokens(
+    text: str | None, tokens: Sequence[int] | None, added: Iterable[str]
+) -> tuple[int, ...]:
+    """The tokens of a marker. Empty if they are several ordinary ones: a token may reach beyond the
+    marker's text then.
 
     added:  the texts that are tokens of their own.
     """
-    return tuple(tokens) if tokens and text and (len(tokens) == 1 or any(word in text for word in added)) else ()
+    return (
+        tuple(tokens)
+        if tokens and text and (len(tokens) == 1 or any(word in text for word in added))
+        else ()
+    )
 
 
-class Form:
+class ReplyForm:
     """The form of one sequence, and how far its reply has come in it.
 
-    content:    a matcher of the whole content, or of the calls that a reply must consist of; None: text is free.
-    calls:      a matcher of what follows `marks.call_start`; None: calls are free, or there are none. Beside `content` it matches
-                all calls of the reply; else it matches one, and free text follows.
-    state:      where the reply begins: "thinking"; "start", of the content, before which thinking or a call may come; "free",
-                text and calls; "form", the content.
+    content:    a matcher of the whole content, or of the calls that a reply must consist of; None:
+                text is free.
+    calls:      a matcher of what follows `marks.call_start`; None: calls are free, or there are
+                none. With `content` it matches all calls of the reply; without, it matches one, and
+                free text follows.
+    state:      where the reply begins: "thinking"; "start", of the content, before which thinking
+                or a call may come; "free", text and calls; "form", the content.
     num_words:  of 32 tokens in the mask of one token.
     work:       where the processor time that it costs is counted.
-    jumps:      whether forced tokens may be appended without a draw; False where the reply needs their logprobs.
+    seen:       how many of the generated tokens it has followed.
+    jumps:      whether forced tokens may be appended without a draw; False where the reply needs
+                their logprobs.
     """
 
     def __init__(
@@ -90,58 +98,52 @@ class Form:
         content: LLMatcher | None = None,
         calls: LLMatcher | None = None,
         state: State = "start",
-        work: Work | None = None,
+        work: FormCost | None = None,
     ) -> None:
         assert content is not None or state in ("thinking", "free"), f"{state} has no content"
         self.num_words = num_words
         self.jumps = True
-        self._work = work or Work()
+        self._work = work or FormCost()
         self._marks = marks
         self._content = content
         self._calls = calls
-        self._state = state
-        # The call that is being written; the end of free text, or the beginning of a mark at the start.
+        self.state = state
+        # The call that is being written; the end of free text, or the beginning of a mark at the
+        # start.
         self._call: LLMatcher | None = None
         self._tail: tuple[int, ...] = ()
         self._longest = max(1, len(marks.think_start), len(marks.think_end), len(marks.call_start))
-        self._seen = 0
+        self.seen = 0
         self._spent = 0.0
-        # Tokens that are forced from a position of the reply on, and how many of them have come; None: not looked for.
+        # Tokens that are forced from a position of the reply on, and how many of them have come;
+        # None if not computed.
         self._forced: list[int] | None = None
         self._forced_at = 0
 
     @property
-    def state(self) -> State:
-        return self._state
-
-    @property
     def may_call(self) -> bool:
-        """Return whether calls may come in the reply, or beside its content."""
+        """Return whether calls may come in the reply, alone or with its content."""
         return self._calls is not None
 
-    @property
-    def seen(self) -> int:
-        """How many of the generated tokens it has followed."""
-        return self._seen
-
     def follow(self, generated: Sequence[int], start: int = 0) -> None:
-        """Take in what is new of the tokens generated so far, given from the `start`-th on.
+        """Follow the tokens generated since the last call; they are given from the `start`-th on.
 
         Raises FormError for tokens that break the form, and where it has cost too much.
         """
-        assert start <= self._seen, f"tokens from {start} on, of which {self._seen} were followed"
+        assert start <= self.seen, f"tokens from {start} on, of which {self.seen} were followed"
         with self._charged():
-            for token in generated[self._seen - start :]:
+            for token in generated[self.seen - start :]:
                 self._take(token)
-                self._seen += 1
+                self.seen += 1
 
     def fill(self, words: Words) -> bool:
-        """Write the mask [num_words] of the next token, which is one bit where a token is forced. False: any token may come.
+        """Write the mask [num_words] of the next token, which is one bit where a token is forced.
+        False: any token may come.
 
         Raises FormError where the form's limits are met.
         """
         assert len(words) == self.num_words, f"{len(words)} words of {self.num_words}"
-        if self._state == "free" or (self._state == "thinking" and self._content is None):
+        if self.state == "free" or (self.state == "thinking" and self._content is None):
             return False
         with self._charged():
             self._write(words)
@@ -151,11 +153,11 @@ class Form:
         if forced := self.forced():
             words[:] = 0
             _open(words, forced[:1])
-        elif self._state == "thinking":
+        elif self.state == "thinking":
             # The reply does not end before its content.
             words[:] = -1
             _close(words, self._marks.eos)
-        elif self._state == "done":
+        elif self.state == "done":
             words[:] = 0
             _open(words, self._marks.eos)
         else:
@@ -167,36 +169,41 @@ class Form:
         yield
         spent = time.thread_time() - began
         self._spent += spent
-        self._work.seconds += spent
-        check_cost(self._spent, self._seen)
+        self._work.charge(spent)
+        check_cost(self._spent, self.seen)
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, of which MOST_FORCED are returned; empty where there is a choice."""
+        """The tokens that must come next, of which FormConfig.most_forced are returned; empty
+        where there is a choice.
+        """
         if self._forced is None:
             self._forced, self._forced_at = self._find_forced(), 0
-        return self._forced[self._forced_at : self._forced_at + MOST_FORCED]
+        return self._forced[self._forced_at : self._forced_at + FormConfig.most_forced]
 
-    def copy(self) -> Form:
+    def copy(self) -> ReplyForm:
         """A form in the same state, which follows another reply."""
         other = copy.copy(self)
         # The matcher of calls stays at its beginning: each call has a copy.
-        other._content, other._call = (None if found is None else found.deep_copy() for found in (self._content, self._call))
+        other._content, other._call = (
+            None if found is None else found.deep_copy() for found in (self._content, self._call)
+        )
         return other
 
     def _take(self, token: int) -> None:
-        # The rest of a run stays forced, and the state changes behind it: it costs as much as it is long to find.
+        # The rest of a run stays forced, and the state changes after it: the cost of finding a run
+        # grows with its length.
         self._forced_at += 1
         if self._forced is not None and len(self._forced) <= self._forced_at:
             self._forced = None
-        if self._state == "start":
+        if self.state == "start":
             self._start(token)
-        elif self._state == "form":
+        elif self.state == "form":
             self._consume(self._content, token)
-        elif self._state == "call":
+        elif self.state == "call":
             self._consume(self._call, token)
             if self._call is not None and self._call.is_stopped() and self._content is None:
                 self._enter("free")
-        elif self._state in ("thinking", "free"):
+        elif self.state in ("thinking", "free"):
             self._tail = (*self._tail, token)[-self._longest :]
             self._follow_marks()
         if token in self._marks.eos:
@@ -206,9 +213,9 @@ class Form:
         marks = self._marks
         if self._calls is not None and _ends(self._tail, marks.call_start):
             self._enter("call")
-        elif self._state == "thinking" and _ends(self._tail, marks.think_end):
+        elif self.state == "thinking" and _ends(self._tail, marks.think_end):
             self._enter("free" if self._content is None else "start")
-        elif self._state == "free" and _ends(self._tail, marks.think_start):
+        elif self.state == "free" and _ends(self._tail, marks.think_start):
             self._enter("thinking")
 
     def _start(self, token: int) -> None:
@@ -228,11 +235,13 @@ class Form:
             raise FormError(f"token {token} cannot begin the reply in its form")
 
     def _enter(self, state: State) -> None:
-        self._state, self._tail = state, ()
-        self._call = self._calls.deep_copy() if state == "call" and self._calls is not None else None
+        self.state, self._tail = state, ()
+        self._call = (
+            self._calls.deep_copy() if state == "call" and self._calls is not None else None
+        )
 
     def _consume(self, matcher: LLMatcher | None, token: int) -> None:
-        assert matcher is not None, f"the state {self._state} has no matcher"
+        assert matcher is not None, f"the state {self.state} has no matcher"
         # A stopped matcher takes what ends a reply, and nothing else.
         if not matcher.consume_token(token):
             raise FormError(f"the reply has left its form: {reason(matcher)}")
@@ -244,23 +253,27 @@ class Form:
             matcher = self._matcher
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             self._check(matcher)
-        if self._state == "start":
+        if self.state == "start":
             _open(words, self._next_of_marks())
 
     def _find_forced(self) -> list[int]:
         following: set[int] = set()
-        if self._state == "start" and (following := self._next_of_marks()) and (not self._tail or len(following) > 1):
+        if (
+            self.state == "start"
+            and (following := self._next_of_marks())
+            and (not self._tail or len(following) > 1)
+        ):
             return []
         if following:
             return list(following)
-        if self._state not in ("start", "form", "call") or self._matcher.is_stopped():
+        if self.state not in ("start", "form", "call") or self._matcher.is_stopped():
             return []
         forced = self._matcher.compute_ff_tokens()
         self._check(self._matcher)
         return forced
 
     def _next_of_marks(self) -> set[int]:
-        """The tokens with which a mark may begin at the start, or may go on there."""
+        """The tokens with which a mark may begin at the start, or continue there."""
         marks = [self._marks.think_start, self._marks.call_start if self._calls is not None else ()]
         done = len(self._tail)
         return {mark[done] for mark in marks if len(mark) > done and mark[:done] == self._tail}
@@ -268,7 +281,7 @@ class Form:
     @property
     def _matcher(self) -> LLMatcher:
         matcher = self._content if self._call is None else self._call
-        assert matcher is not None, f"the state {self._state} has no matcher"
+        assert matcher is not None, f"the state {self.state} has no matcher"
         return matcher
 
     def _check(self, matcher: LLMatcher) -> None:
@@ -278,9 +291,11 @@ class Form:
 
 
 def check_cost(seconds: float, tokens: int) -> None:
-    """Raises FormError if following so many tokens has cost too much processor time."""
-    if seconds > SPARE_SECONDS + TOKEN_SECONDS * tokens:
-        raise FormError(f"the form has cost {seconds:.1f} s for {tokens} tokens: its grammar is too ambiguous")
+    """Raises FormError if following this many tokens has cost too much processor time."""
+    if seconds > FormConfig.spare_seconds + FormConfig.token_seconds * tokens:
+        raise FormError(
+            f"the form has cost {seconds:.1f} s for {tokens} tokens: its grammar is too ambiguous"
+        )
 
 
 def _ends(tail: tuple[int, ...], mark: tuple[int, ...]) -> bool:

@@ -1,6 +1,7 @@
 """Tool calls that are JSON, or that hold their arguments as JSON, as mlx-lm's parsers read them.
 
-Each family is a function that returns Lark of one call: of a function's name, the exact schema of its parameters and its place.
+Each family is a function that returns Lark of one call: of a function's name, the exact schema of
+its parameters and its place.
 """
 
 from __future__ import annotations
@@ -11,74 +12,111 @@ import keyword
 from collections.abc import Iterable
 
 from .lark import Lark
-from .parameters import both, branches, fenced, listed, resolve, standalone, types
-from .schema import Schema, SchemaError
+from .parameters import fenced
+from .schema import JsonSchema, Schema, SchemaError, both, constants, placed
 
 SPACE = r"/[ \t\r\n]{0,8}/"
 # In Python's strings the other escapes of JSON mean something else.
 PYTHON_ESCAPES = '"\\bfnrt'
 # Functions' names that Python reads as such.
-PYTHON_NAMES = rf"(?:(?!(?:{'|'.join(keyword.kwlist)})(?:\.|\Z))[A-Za-z_][A-Za-z0-9_]*(?:\.(?!\Z)|\Z))+"
+PYTHON_NAMES = (
+    rf"(?:(?!(?:{'|'.join(keyword.kwlist)})(?:\.|\Z))[A-Za-z_][A-Za-z0-9_]*(?:\.(?!\Z)|\Z))+"
+)
 # Keywords of a schema that say more about an object than which properties it has.
-OF_OBJECTS = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties", "enum", "const")
+OF_OBJECTS = (
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "patternProperties",
+    "minProperties",
+    "maxProperties",
+    "enum",
+    "const",
+)
 
 
-def json_tools(lark: Lark, name: str, schema: Schema, place: str) -> str:
+def json_tools(lark: Lark, name: str, schema: JsonSchema, place: str) -> str:
     """`{"name": "f", "arguments": {..}}`, and space around it."""
     space = lark.terminal(SPACE)
     return f"{space} {_json_call(lark, name, _without(lark, schema, '</tool_call>'))} {space}"
 
 
-def mistral_list(lark: Lark, name: str, schema: Schema, place: str) -> str:
+def mistral_list(lark: Lark, name: str, schema: JsonSchema, place: str) -> str:
     """`{"name": "f", "arguments": {..}}` in a list, with an id or without."""
     return _json_call(lark, name, schema, lark.terminal(r'/, ?"id": ?"[A-Za-z0-9]{9}"/'))
 
 
-def mistral(lark: Lark, name: str, schema: Schema, place: str) -> str:
+def mistral(lark: Lark, name: str, schema: JsonSchema, place: str) -> str:
     """`f[ARGS]{..}`, where the tokenizer has the marker."""
     return f"{lark.literal(f'{name}[ARGS]')} {lark.json(_object(schema))}"
 
 
-def kimi_k2(lark: Lark, name: str, schema: Schema, place: str) -> str:
-    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{..}<|tool_call_end|>`; the number counts a chat's calls."""
+def kimi_k2(lark: Lark, name: str, schema: JsonSchema, place: str) -> str:
+    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{..}<|tool_call_end|>`; the
+    number counts a chat's calls.
+    """
     begin, end = lark.literal(f"<|tool_call_begin|>functions.{name}:"), "<|tool_call_end|>"
     number = f"{lark.terminal('/[0-9]{1,4}/')} {lark.literal('<|tool_call_argument_begin|>')}"
     # The parser finds the end by its text.
     return f"{begin} {number} {lark.json(fenced(_object(schema), end))} {lark.literal(end)}"
 
 
-def pythonic(lark: Lark, name: str, schema: Schema, place: str) -> str:
+def pythonic(lark: Lark, name: str, schema: JsonSchema, place: str) -> str:
     """`f(a="text", b=[1, 2])`, with values that are JSON or Python's True, False and None."""
-    declared, rest = parameters(schema, schema, place)
+    whole = Schema(schema)
+    declared, rest = parameters(schema, whole, place)
     parts = []
     written: dict[str, str] = {}
     for key, (required, each) in declared.items():
         if not _is_argument(key):
-            raise SchemaError(f"{place}.properties.{key}", None, "this model's calls need Python's names of arguments")
+            raise SchemaError(
+                f"{place}.properties.{key}",
+                None,
+                "this model's calls need Python's names of arguments",
+            )
         if (shown := json.dumps(each)) not in written:
-            written[shown] = _python_value(lark, each, schema)
+            with placed(f"{place}.properties.{key}"):
+                written[shown] = _python_value(lark, each, whole)
         parts.append((required, f"{lark.literal(f'{key}=')} {written[shown]}"))
     if rest is not False:
         reserved = "|".join(["__debug__", *keyword.kwlist, *declared])
         key = lark.terminal(f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/{reserved}/")
-        parts.append((False, repeated(lark, f'{key} "=" {_python_value(lark, rest, schema)}', lark.terminal("/, ?/"))))
-    return f"{lark.literal(f'{name}(')} {listing(lark, parts, lark.terminal('/, ?/'))} {lark.literal(')')}"
+        parts.append(
+            (
+                False,
+                repeated(
+                    lark, f'{key} "=" {_python_value(lark, rest, whole)}', lark.terminal("/, ?/")
+                ),
+            )
+        )
+    return (
+        f"{lark.literal(f'{name}(')} {listing(lark, parts, lark.terminal('/, ?/'))} "
+        f"{lark.literal(')')}"
+    )
 
 
-def parameters(schema: Schema, root: Schema, place: str) -> tuple[dict[str, tuple[bool, Schema]], Schema]:
-    """The properties of an object by their names, each with whether it is required, and the schema of others.
+def parameters(
+    schema: JsonSchema, whole: Schema, place: str
+) -> tuple[dict[str, tuple[bool, JsonSchema]], JsonSchema]:
+    """The properties of an object by their names, each with whether it is required, and the schema
+    of others.
 
-    Others are for objects that declare none or say what others are: a model that may write any more does not stop there.
-    Raises SchemaError for schemas that say more about an object than which properties it has.
+    Others are for objects that declare none or say what others are: a model that may write any more
+    does not stop there. Raises SchemaError for schemas that say more about an object than which
+    properties it has.
     """
-    held = resolve(schema, root)
+    held = whole.resolve(schema)
     if isinstance(held, bool):
         return {}, held
     said = next((key for key in OF_OBJECTS if key in held), None)
     if said is not None:
-        raise SchemaError(f"{place}.{said}", said, f"{said} is not supported here by this model's tool calls")
+        raise SchemaError(
+            f"{place}.{said}", said, f"{said} is not supported here by this model's tool calls"
+        )
     required, properties = held.get("required", []), held.get("properties", {})
-    declared = {name: (name in required, properties.get(name, True)) for name in (*properties, *required)}
+    declared = {
+        name: (name in required, properties.get(name, True)) for name in (*properties, *required)
+    }
     return declared, held.get("additionalProperties", "properties" not in held and not declared)
 
 
@@ -89,11 +127,16 @@ def repeated(lark: Lark, part: str, separator: str) -> str:
 
 
 def listing(lark: Lark, parts: Iterable[tuple[bool, str]], separator: str) -> str:
-    """Lark of parts in their order, those left out that are not required, and separators between those that are written."""
+    """Lark of parts in their order, those left out that are not required, and separators between
+    those that are written.
+    """
     first, more = '""', '""'
     for required, part in reversed(list(parts)):
         begun, joined = f"{part} {more}", f"{separator} {part} {more}"
-        first, more = (lark.rule(way if required else f"{way} | {without}") for way, without in ((begun, first), (joined, more)))
+        first, more = (
+            lark.rule(way if required else f"{way} | {without}")
+            for way, without in ((begun, first), (joined, more))
+        )
     return first
 
 
@@ -103,36 +146,53 @@ def _is_argument(name: str) -> bool:
         call = ast.parse(f"f({name}=0)", mode="eval").body
     except (SyntaxError, ValueError):
         return False
-    return isinstance(call, ast.Call) and not call.args and [one.arg for one in call.keywords] == [name]
+    return (
+        isinstance(call, ast.Call)
+        and not call.args
+        and [one.arg for one in call.keywords] == [name]
+    )
 
 
-def _python_value(lark: Lark, schema: Schema, root: Schema) -> str:
-    held = _without(lark, standalone(schema, root) if isinstance(schema, dict) else schema, "<|tool_call_end|>")
-    return lark.rule(" | ".join([lark.json(held, json_allowed_escapes=PYTHON_ESCAPES), *_python_words(schema, root)]))
+def _python_value(lark: Lark, schema: JsonSchema, whole: Schema) -> str:
+    held = _without(
+        lark, whole.standalone(schema) if isinstance(schema, dict) else schema, "<|tool_call_end|>"
+    )
+    free = [
+        each for each in whole.branches(schema) if constants(each) is None and "allOf" not in each
+    ]
+    allowed = frozenset[str]().union(*map(whole.types, free))
+    # Python's own words for values that a parameter may have.
+    words = [
+        *(['"True"', '"False"'] if "boolean" in allowed else []),
+        *(['"None"'] if "null" in allowed else []),
+    ]
+    return lark.rule(" | ".join([lark.json(held, json_allowed_escapes=PYTHON_ESCAPES), *words]))
 
 
-def _python_words(schema: Schema, root: Schema) -> list[str]:
-    """Lark of Python's own words for values that a parameter may have."""
-    free = [each for each in branches(schema, root) if listed(each) is None and "allOf" not in each]
-    allowed = frozenset[str]().union(*(types(each, root) for each in free))
-    return [*(['"True"', '"False"'] if "boolean" in allowed else []), *(['"None"'] if "null" in allowed else [])]
-
-
-def _json_call(lark: Lark, name: str, schema: Schema, more: str = "") -> str:
+def _json_call(lark: Lark, name: str, schema: JsonSchema, more: str = "") -> str:
     """A call as a JSON object. `more`: what may follow the arguments in it."""
     space = lark.terminal(SPACE)
     comma, colon = f"{space} {lark.literal(',')} {space}", f"{space} {lark.literal(':')} {space}"
     begin, name_key, arguments_key, end = map(lark.literal, ("{", '"name"', '"arguments"', "}"))
-    named = f"{begin} {space} {name_key} {colon} {lark.literal(json.dumps(name, ensure_ascii=False))}"
+    named = (
+        f"{begin} {space} {name_key} {colon} {lark.literal(json.dumps(name, ensure_ascii=False))}"
+    )
     rest = f"({more})?" if more else ""
-    return f"{named} {comma} {arguments_key} {colon} {lark.json(_object(schema))} {rest} {space} {end}"
+    return (
+        f"{named} {comma} {arguments_key} {colon} {lark.json(_object(schema))} {rest} {space} {end}"
+    )
 
 
-def _object(schema: Schema) -> Schema:
+def _object(schema: JsonSchema) -> JsonSchema:
     """The same parameters, which are an object."""
-    return schema if types(schema, schema) == {"object"} else both(schema, {"type": "object"})
+    return (
+        schema if Schema(schema).types(schema) == {"object"} else both(schema, {"type": "object"})
+    )
 
 
-def _without(lark: Lark, schema: Schema, end: str) -> Schema:
-    """The same schema of JSON in which the marker that ends calls never stands, where it is no token: JSON has none of those."""
+def _without(lark: Lark, schema: JsonSchema, end: str) -> JsonSchema:
+    """The same schema of JSON in which the marker that ends calls never stands.
+
+    Where it is a token, JSON never has it.
+    """
     return schema if end in lark.added else fenced(schema, end)

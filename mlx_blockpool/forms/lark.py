@@ -1,29 +1,36 @@
-"""Lark: a grammar as llguidance reads it, built rule by rule. Knows the added tokens of a vocabulary, and no schema's meaning."""
+"""Lark: a grammar as llguidance reads it, built rule by rule.
+
+Has the added tokens of a vocabulary, and does not read schemas.
+"""
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..config import FormConfig
 from ..errors import FormError
-from .schema import Schema, options
+from .closed_objects import has_open_keys
+from .schema import JsonSchema
 
-# Space inside of JSON. Without a bound a model may write space for ever.
+# Space inside of JSON. Without a bound a model may write space endlessly.
 JSON_SPACE = r"[ \t\r\n]{0,20}"
-# A few rules that repeat each other may force a text of any length, which no limit of llguidance ends.
+# A few rules that repeat each other may force a text of any length, which no limit of llguidance
+# ends.
 NO_FORCING = '%llguidance {"no_forcing": true}'
-# Of one grammar. Schemas of several arguments repeat those that they refer to.
-MOST_BYTES = 4 << 20
+# Letters after a backslash, for JSON whose objects are open: \u escapes of a key could make it a
+# declared one.
+_ESCAPES = '"\\bfnrt'
 
 
 class Lark:
     """Rules and terminals, named in the order in which they come. Equal ones are one.
 
-    added:   the ids of added tokens by their text. llguidance never forces one as the bytes of a literal, nor allows it in text.
+    added:   the ids of added tokens by their text. llguidance never forces one as the bytes of a
+             literal, nor allows it in text.
     forces:  whether tokens are forced where the grammar leaves no choice.
     """
 
@@ -55,18 +62,14 @@ class Lark:
         found = self._words.search(text)
         return None if found is None else found.start()
 
-    def alone(self) -> Lark:
-        """An empty grammar of the same vocabulary."""
-        other = copy.copy(self)
-        other._names, other._later, other.written, other._bytes = {}, {}, {}, 0
-        return other
-
     def rule(self, body: str) -> str:
         """The name of a rule."""
         return self._name("r", body)
 
     def terminal(self, body: str) -> str:
-        """The name of a terminal: regular expressions between slashes, joined by `&`, `|` and `~`."""
+        """The name of a terminal: regular expressions between slashes, joined by `&`, `|` and
+        `~`.
+        """
         return self._name("T", body)
 
     def later(self) -> str:
@@ -79,17 +82,23 @@ class Lark:
         """Complete the rule that `later` has named."""
         self._later[name] = body
 
-    def json(self, schema: Schema, **more: Any) -> str:
-        """The name of a rule for JSON of an exact schema. `more`: options of llguidance beside those that the schema needs."""
+    def json(self, schema: JsonSchema, **more: Any) -> str:
+        """The name of a rule for JSON of an exact schema.
+
+        `more`: options of llguidance, as well as those that it needs.
+        """
         held: dict[str, Any] = dict(schema) if isinstance(schema, dict) else {"anyOf": [schema]}
-        held["x-guidance"] = {"whitespace_pattern": JSON_SPACE, **options(schema), **more}
+        escapes = {"json_allowed_escapes": _ESCAPES} if has_open_keys(schema) else {}
+        held["x-guidance"] = {"whitespace_pattern": JSON_SPACE, **escapes, **more}
         return self.rule(f"%json {json.dumps(held)}")
 
     def text(self, start: str) -> str:
         """The whole grammar."""
         rules = [*((name, body) for body, name in self._names.items()), *self._later.items()]
         free = [] if self.forces else [NO_FORCING]
-        return "\n".join([f"start: {start}", *(f"{name}: {body}" for name, body in rules), *free, ""])
+        return "\n".join(
+            [f"start: {start}", *(f"{name}: {body}" for name, body in rules), *free, ""]
+        )
 
     @property
     def _count(self) -> int:
@@ -98,9 +107,11 @@ class Lark:
     def _name(self, letter: str, body: str) -> str:
         if body not in self._names:
             self._bytes += len(body)
-            if self._bytes > MOST_BYTES:
+            if self._bytes > FormConfig.calls_bytes:
+                most = f"{FormConfig.calls_bytes >> 20} MB"
                 raise FormError(
-                    f"the grammar of the tools' calls would have more than {MOST_BYTES >> 20} MB: use fewer or smaller schemas"
+                    f"the grammar of the tools' calls would have more than {most}: use fewer or "
+                    "smaller schemas"
                 )
         return self._names.setdefault(body, f"{letter}{self._count}")
 
@@ -112,24 +123,37 @@ def _bytes(text: str) -> str:
 
 def quoted(text: str) -> str:
     """A regular expression for exactly this text."""
-    return re.sub(r"([\\^$.|?*+()\[\]{}&~#/-])", r"\\\1", text).replace("\n", r"\n").replace("\t", r"\t").replace("\r", r"\r")
+    return (
+        re.sub(r"([\\^$.|?*+()\[\]{}&~#/-])", r"\\\1", text)
+        .replace("\n", r"\n")
+        .replace("\t", r"\t")
+        .replace("\r", r"\r")
+    )
 
 
 def slashed(regex: str) -> str:
-    """A regular expression between slashes, which end at the first bare one and at the end of a line."""
+    """A regular expression between slashes, which end at the first bare one and at the end of a
+    line.
+    """
     bare = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], regex, flags=re.DOTALL)
     return "/" + bare.replace("\n", r"\n").replace("\r", r"\r") + "/"
 
 
 @functools.cache
-def without(*words: str) -> str:
-    """A regular expression for text in which none of the words stands. They begin with the same character, which is once in each.
+def text_without(*words: str) -> str:
+    """A regular expression for text in which none of the words stands. They begin with the same
+    character, which is once in each.
 
-    A search for the words by their beginnings: what follows one of them is neither their first character nor a next one.
+    A search for the words by their beginnings: what follows one of them is not their first
+    character, nor the next one of any.
     """
     first = words[0][0]
     assert all(word.rfind(first) == 0 for word in words), f"{first!r} comes again in one of {words}"
-    found = [word for word in words if not any(word.startswith(other) for other in words if other != word)]
+    found = [
+        word
+        for word in words
+        if not any(word.startswith(other) for other in words if other != word)
+    ]
     begun = sorted({word[:i] for word in found for i in range(1, len(word))})
     if not begun:
         return f"{_none_of(first)}*"

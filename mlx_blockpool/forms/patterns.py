@@ -1,20 +1,39 @@
-"""Regular expressions and formats of JSON schemas, written so that llguidance, ECMAScript and Python read them alike.
+"""Regular expressions and formats of JSON schemas, written so that llguidance, ECMAScript and
+Python read them alike.
 
-Where these disagree about a character (`.`, `\\s`, `\\W` and their like), the pattern is rewritten to what all of them accept.
-What only some of them take, or take for something else, is refused: flags, look-around, word boundaries, possessive quantifiers.
+Where these disagree about a character (`.`, `\\s`, `\\W` and their like), the pattern is rewritten
+to what all of them accept. What only some of them take, or take for something else, is refused:
+flags, look-around, word boundaries, possessive quantifiers.
 """
 
 from __future__ import annotations
 
 import re
 
-# Of which characters an escape consists, inside of square brackets: all readings of it together, or what is common to all.
+# Of which characters an escape consists, inside of square brackets: all readings of it together, or
+# what is common to all.
 _SPACES = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_COMMON = {"d": r"\d", "w": r"\w", "s": _SPACES, "D": r"[^\p{Nd}]", "W": r"[^\p{L}\p{N}_]", "S": r"[^\s\x1c-\x1f\ufeff]"}
-_ANY = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": r"\s\x1c-\x1f\ufeff", "D": r"\D", "W": r"\W", "S": rf"[^{_SPACES}]"}
+_COMMON = {
+    "d": r"\d",
+    "w": r"\w",
+    "s": _SPACES,
+    "D": r"[^\p{Nd}]",
+    "W": r"[^\p{L}\p{N}_]",
+    "S": r"[^\s\x1c-\x1f\ufeff]",
+}
+_ANY = {
+    "d": r"\p{Nd}",
+    "w": r"\p{L}\p{N}_",
+    "s": r"\s\x1c-\x1f\ufeff",
+    "D": r"\D",
+    "W": r"\W",
+    "S": rf"[^{_SPACES}]",
+}
 _LINE_CHARACTER = r"[^\n\r\u2028\u2029]"
 
-_ESCAPE = re.compile(r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[pP]\{[^{}]*\}|[^0-9A-Za-z\s]|[dDwWsStnrfv])")
+_ESCAPE = re.compile(
+    r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[pP]\{[^{}]*\}|[^0-9A-Za-z\s]|[dDwWsStnrfv])"
+)
 _GROUP = re.compile(r"\((?!\?)|\(\?:|\(\?P?<[A-Za-z_]\w*>")
 _QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
 
@@ -23,13 +42,15 @@ _DATE = (
     "|(?:(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
     "-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))))"
 )
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:[Zz]|[+-]{_MINUTE})"
 
 _N = "[0-9]{1,6}"
 _DAYS = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
 _HOURS = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
 
-# llguidance's own patterns of these accept days and seconds that are none, and durations that no library computes with.
+# llguidance's own patterns of these accept days and seconds that are none, and durations that no
+# library computes with.
 FORMAT_PATTERNS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
@@ -40,15 +61,21 @@ FORMATS = frozenset({*FORMAT_PATTERNS, "email", "hostname", "ipv4", "ipv6", "uri
 
 
 def common(pattern: str) -> str:
-    """A pattern that matches only what ECMAScript and Python match with `pattern`. Raises ValueError for what is refused."""
+    """A pattern that matches only what ECMAScript and Python match with `pattern`.
+
+    Raises ValueError for what is refused.
+    """
     parts: list[str] = []
     at = quantifiers = 0  # in a row before `at`
     while at < len(pattern):
         end, part = _part(pattern, at)
         quantifiers = quantifiers + 1 if _QUANTIFIER.fullmatch(part) else 0
-        # A `?` after a quantifier makes it lazy, which changes nothing about what matches as a whole.
+        # A `?` after a quantifier makes it lazy, which changes nothing about what matches as a
+        # whole.
         if quantifiers > 2 or (quantifiers == 2 and part != "?"):
-            raise ValueError(f"{pattern[at - 1 : end]!r}: a quantifier after a quantifier is not supported")
+            raise ValueError(
+                f"{pattern[at - 1 : end]!r}: a quantifier after a quantifier is not supported"
+            )
         parts.append(part)
         at = end
     return "".join(parts)
@@ -69,16 +96,21 @@ def _part(pattern: str, at: int) -> tuple[int, str]:
             return group.end(), group.group()
         if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
             raise ValueError("look-around is not supported")
-        raise ValueError(f"{pattern[at : at + 4]!r}: flags and other extensions of groups are not supported")
+        raise ValueError(
+            f"{pattern[at : at + 4]!r}: flags and other extensions of groups are not supported"
+        )
     if character == "{":
         if quantifier := _QUANTIFIER.match(pattern, at):
             return quantifier.end(), quantifier.group()
-        raise ValueError("'{' that begins no quantifier has to be written as '\\{'")
+        raise ValueError("'{' that does not begin a quantifier has to be written as '\\{'")
     return at + 1, character
 
 
 def _character_class(pattern: str, at: int) -> tuple[int, str]:
-    """As `_part`, for what square brackets hold. Characters that nest or combine classes for llguidance are escaped."""
+    """As `_part`, for what square brackets hold.
+
+    Characters that nest or combine classes for llguidance are escaped.
+    """
     start = at
     at += 1
     negated = pattern.startswith("^", at)

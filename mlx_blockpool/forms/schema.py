@@ -1,425 +1,494 @@
-"""JSON schemas as they can be kept: exact ones, rewritten where that keeps their meaning, and refused with their place.
+"""Schema: what a JSON schema and its parts say: the targets of references, and which types,
+constants and branches are allowed.
 
-llguidance takes most of draft 2020-12 and refuses most of what it cannot keep. `exact` closes the gaps between what it accepts
-and what a schema says: it follows references, checks the values of keywords, drops annotations and writes some keywords anew.
+Reads schemas as clients send them as well as exact ones. Changes nothing, and does not know
+grammars. Any thread may use it.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
-from decimal import Decimal
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from ..config import FormConfig
 from ..errors import FormError
-from .numbers import beyond, can_be_merged, inward, is_kept, is_small, multiple
-from .patterns import FORMAT_PATTERNS, FORMATS, common
-from .places import LISTS, MAPS, ONE, step, subschemas
-from .places import Schema as Schema
-from .proofs import are_disjoint, has_finite_value, held_together
 
-# Keywords that cannot be kept.
-REFUSED = (
-    "$dynamicRef",
-    "$recursiveRef",
-    "contains",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-    "else",
-    "if",
-    "maxContains",
-    "minContains",
-    "not",
-    "then",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-    "uniqueItems",
-)
-# Values with which they say nothing.
-_IDLE: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "unevaluatedItems": (True, {})}
-_IDLE["unevaluatedProperties"] = _IDLE["unevaluatedItems"]
+JsonSchema = dict[str, Any] | bool
+T = TypeVar("T")
 
-_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
-_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-# llguidance reads keywords between `allOf` and its like as schemas of their own: those that need each other stay together.
-_TOGETHER = (("properties", "patternProperties", "additionalProperties"), ("prefixItems", "items", "additionalItems"))
-
-_KEPT = frozenset({"$ref", "const", "enum", "format", "multipleOf", "pattern", "required", "type", *_COUNTS, *_LOWER, *_UPPER})
-_KEPT |= {*MAPS, *LISTS, *ONE}
-
-_MOST_ITEMS = 10_000  # llguidance writes one rule for each item up to maxItems
-_MOST_PATTERNS = 64  # llguidance compares those of an object in pairs, and 300 take seconds
-_MOST_DEPTH = 200  # of schemas, references followed: llguidance's own walk is recursive, and 1,000 overflow the stack
-_DIALECTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
-_MOST_PAIRS = 20_000  # of parts of schemas that are compared, and parts that are looked at
-_ESCAPES = '"\\bfnrt'  # without \u
+TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+ANNOTATIONS = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+}
+# Keywords whose values are schemas by name, lists of schemas, and schemas.
+MAPS = ("properties", "patternProperties")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+ONE = ("items", "additionalProperties")
+# Keywords of which one says what another leaves over, in the same schema alone. llguidance reads
+# the keywords before an `allOf` or its like, and those after it, as separate schemas.
+TOGETHER = (("properties", "patternProperties", "additionalProperties"), ("prefixItems", "items"))
+# How names of types in other languages begin; all others are those of text.
+_OTHER_NAMES = {
+    "integer": ("int", "uint", "long", "short", "unsigned"),
+    "number": ("num", "float", "double"),
+    "boolean": ("bool", "binary"),
+    "array": ("arr", "list", "tuple", "set"),
+    "object": ("obj", "dict", "map"),
+    "null": ("none", "null", "nil"),
+}
+_REFERENCE = re.compile(r'"\$ref": "((?:[^"\\]|\\.)*)"')
+# A union of more schemas is refused: references may multiply them without end.
+_MOST_BRANCHES = 1_000
+_DEPTH = 16  # of the parts of schemas that are compared
 
 
 class SchemaError(FormError):
-    """A schema that cannot be kept. `keyword`: what cannot; None: the schema as a whole."""
+    """A schema that cannot be kept. `keyword`: the one that cannot; None: the schema as a whole."""
 
     def __init__(self, place: str, keyword: str | None, why: str) -> None:
         self.keyword = keyword
         super().__init__(why, place)
 
 
-def exact(schema: Any, path: str, limits: FormConfig | None = None) -> Schema:
-    """A schema that accepts nothing but what `schema` accepts, and of which llguidance keeps every keyword.
-
-    path: its place in the body. Schemas that references name stand in its `$defs`. Where one stands in another place than in
-    `schema`, its `$comment` says where it was. Raises SchemaError.
-    """
-    limits = limits or FormConfig()
-    _measure(schema, path, limits)
-    return _Walk(schema, path, limits).whole()
-
-
-def options(schema: Schema) -> dict[str, Any]:
-    """What llguidance has to do otherwise for an exact schema: values of its `x-guidance`.
-
-    Where keys are open beside declared ones, strings have no \\u escapes: an escaped key could be a declared one.
-    """
-    is_open = any(_has_open_keys(each) for each in subschemas(schema))
-    return {"json_allowed_escapes": _ESCAPES} if is_open else {}
-
-
-class _Walk:
-    """One schema made exact. Places (`at`) are relative to the schema: ".properties.a"."""
-
-    def __init__(self, root: Any, path: str, limits: FormConfig) -> None:
-        self.root = root
-        self.path = path
-        self.limits = limits
-        self.defs: dict[str, Schema] = {}
-        self.names: dict[tuple[str, ...], str] = {}  # of those in `defs`, by the parts of their pointers
-        self.patterns = 0  # of names
-        self.near_lower: set[int] = set()  # whole numbers next below a bound, ...
-        self.near_upper: set[int] = set()  # ... and next above one
-        self.multiples: dict[Decimal, str] = {}  # each multipleOf, and where it is
-        self.pairs = iter(range(1, _MOST_PAIRS))
-        self.controls: list[str] = []  # where constants have characters that JSON writes as \u
-
-    def whole(self) -> Schema:
-        schema = self.schema(self.root, "", 0)
-        for each in [schema, *self.defs.values()]:
-            for part in subschemas(each):
-                self._prove_one_of(part)
-                self._exclude_bounds(part)
-        if isinstance(schema, dict) and self.defs:
-            schema = {**schema, "$defs": self.defs}
-        elif schema is True:
-            schema = {}
-        if not has_finite_value(schema, self.defs):
-            raise self._error("", None, "no value satisfies it")
-        if self.controls and options(schema):
-            why = "control characters need additionalProperties: false beside all properties of the schema"
-            raise self._error(self.controls[0], "const", why)
-        if not can_be_merged(self.multiples):
-            self._check_multiples(schema)
-        return schema
-
-    def _error(self, at: str, keyword: str | None, why: str) -> SchemaError:
-        return SchemaError(self.path + at, keyword, why)
-
-    def schema(self, value: Any, at: str, depth: int) -> Schema:
-        if isinstance(value, bool):
-            return value
-        if not isinstance(value, dict):
-            raise self._error(at, None, "a schema is an object, true or false")
-        if depth > _MOST_DEPTH:
-            raise self._error(at, None, f"schemas are nested more than {_MOST_DEPTH} deep, references followed")
-        self._refuse(value, at)
-        found: dict[str, Any] = {}
-        for keyword in _ordered(value):
-            given, here = value[keyword], f"{at}.{keyword}"
-            if keyword in MAPS:
-                found[keyword] = self._map(given, keyword, here, depth)
-                found |= {"additionalProperties": True} if keyword == "patternProperties" else {}
-            elif keyword in LISTS or (keyword == "items" and isinstance(given, list)):
-                found[keyword] = self._list(given, keyword, here, depth)
-            elif keyword in ONE:
-                found[keyword] = self.schema(given, here, depth + 1)
-            elif keyword == "$ref":
-                found[keyword] = self._reference(given, here, depth)
-            else:
-                found[keyword] = self._value(keyword, given, here)
-        if any(name not in found["patternProperties"] for name in value.get("patternProperties", ())):
-            self._close(found, at)
-        if "propertyNames" in value:
-            found |= self._named(found, self.schema(value["propertyNames"], f"{at}.propertyNames", depth + 1), at)
-        return self._finished(found, at)
-
-    def _close(self, found: dict[str, Any], at: str) -> None:
-        """Write no other names where a pattern of names was rewritten: readings of it disagree about which names it matches."""
-        found["additionalProperties"] = False
-        if not all(name.isascii() and name.isprintable() for key in ("properties", "required") for name in found.get(key, ())):
-            why = "a pattern with '.', '\\w' or the like is only supported beside properties with ASCII names"
-            raise self._error(f"{at}.patternProperties", "patternProperties", why)
-
-    def _named(self, found: dict[str, Any], names: Schema, at: str) -> dict[str, Any]:
-        """Keywords that say the same as propertyNames, for the exact schema of the names."""
-        for _ in self.defs:
-            if isinstance(names, dict) and names.keys() <= {"$ref", "$comment"} and "$ref" in names:
-                names = self.defs.get(names["$ref"].rpartition("/")[2], False)
-        said = {key: value for key, value in names.items() if key != "$comment"} if isinstance(names, dict) else {}
-        if names is True or (names is not False and said in ({}, {"type": "string"})):
-            return {}
-        rest = found.get("additionalProperties", True)
-        if isinstance(rest, dict):
-            rest = {"$comment": f"{at}.additionalProperties", **rest}
-        if said.pop("type", "string") == "string" and len(said) == 1 and not found.keys() & set(MAPS):
-            if "pattern" in said:
-                self._count_patterns(1, f"{at}.propertyNames", "propertyNames")
-                return {"patternProperties": {said["pattern"]: rest}, "additionalProperties": False}
-            some = [said["const"]] if "const" in said else said.get("enum", [])
-            if 0 < len(some) <= self.limits.optional_properties:
-                return {"properties": {name: rest for name in some if isinstance(name, str)}, "additionalProperties": False}
-        why = "propertyNames is only supported with enum, const or pattern, and without properties beside"
-        raise self._error(f"{at}.propertyNames", "propertyNames", why)
-
-    def _refuse(self, value: dict[str, Any], at: str) -> None:
-        for keyword in REFUSED:
-            if keyword in value and value[keyword] not in _IDLE.get(keyword, ()):
-                raise self._error(f"{at}.{keyword}", keyword, f"{keyword} is not supported")
-        self._check_base(value, at)
-        dialect = value.get("$schema")
-        if isinstance(dialect, str) and "json-schema.org" in dialect and not any(known in dialect for known in _DIALECTS):
-            raise self._error(f"{at}.$schema", "$schema", f"{dialect[:60]} is not supported; use draft 2020-12")
-        if isinstance(value.get("items"), list) and "prefixItems" in value:
-            raise self._error(f"{at}.items", "items", "items is a schema where prefixItems is given")
-
-    def _check_base(self, value: Any, at: str) -> None:
-        """References below another `$id` would be relative to it."""
-        if at and isinstance(value, dict) and isinstance(value.get("$id"), str):
-            raise self._error(f"{at}.$id", "$id", "$id is not supported below the root of a schema")
-
-    def _map(self, given: Any, keyword: str, at: str, depth: int) -> dict[str, Schema]:
-        if not isinstance(given, dict):
-            raise self._error(at, keyword, f"{keyword} is an object of schemas")
-        found: dict[str, Schema] = {}
-        for name, part in given.items():
-            here = at + step(name)
-            schema = self.schema(part, here, depth + 1)
-            if keyword == "patternProperties":
-                name = self._pattern(name, here)
-                if name in found:
-                    raise self._error(here, keyword, "another pattern matches the same names")
-                schema = {"$comment": here, **schema} if isinstance(schema, dict) else schema
-            self._check_text(name, here)
-            found[name] = schema
-        if keyword == "patternProperties":
-            self._count_patterns(len(found), at, keyword)
-        if len(found) > self.limits.properties:
-            raise self._error(at, keyword, f"more than {self.limits.properties} properties are not supported")
-        return found
-
-    def _count_patterns(self, count: int, at: str, keyword: str) -> None:
-        self.patterns += count
-        if self.patterns > _MOST_PATTERNS:
-            raise self._error(at, keyword, f"more than {_MOST_PATTERNS} patterns of names are not supported")
-
-    def _list(self, given: Any, keyword: str, at: str, depth: int) -> list[Schema]:
-        if not isinstance(given, list) or not given:
-            raise self._error(at, keyword, f"{keyword} is a list of schemas that is not empty")
-        found = []
-        for number, part in enumerate(given):
-            here = f"{at}[{number}]"
-            schema = self.schema(part, here, depth + 1)
-            found.append({"$comment": here, **schema} if keyword == "oneOf" and isinstance(schema, dict) else schema)
-        return found
-
-    def _reference(self, given: Any, at: str, depth: int) -> str:
-        if not isinstance(given, str) or (given != "#" and not given.startswith("#/")):
-            raise self._error(at, "$ref", "only references within the schema, as #/$defs/name, are supported")
-        pointer = tuple(unquote(part).replace("~1", "/").replace("~0", "~") for part in given[1:].split("/")[1:])
-        if pointer not in self.names:
-            schema, place = self.root, ""
-            for part in pointer:
-                if isinstance(schema, dict) and part in schema:
-                    schema, place = schema[part], place + step(part)
-                    self._check_base(schema, place)
-                elif isinstance(schema, list) and part.isdecimal() and len(part) < 9 and int(part) < len(schema):
-                    schema, place = schema[int(part)], f"{place}[{int(part)}]"
-                else:
-                    raise self._error(at, "$ref", f"{given[:100]} names nothing in the schema")
-            name = self.names[pointer] = str(len(self.names))
-            found = self.schema(schema, place, depth + 1)
-            self.defs[name] = {"$comment": place, **found} if isinstance(found, dict) else found
-        return f"#/$defs/{self.names[pointer]}"
-
-    def _value(self, keyword: str, given: Any, at: str) -> Any:
-        if keyword in ("type", "required"):
-            return self._names(keyword, given, at)
-        if keyword in _COUNTS:
-            return self._count(keyword, given, at)
-        if keyword in (*_LOWER, *_UPPER, "multipleOf"):
-            return self._number(keyword, given, at)
-        if keyword == "const":
-            self._check_constant(given, keyword, at)
-        elif keyword == "enum":
-            if not isinstance(given, list) or not given:
-                raise self._error(at, keyword, "enum is a list that is not empty")
-            if len(given) > self.limits.enum_values:
-                raise self._error(at, keyword, f"more than {self.limits.enum_values} values are not supported")
-            for number, value in enumerate(given):
-                self._check_constant(value, keyword, f"{at}[{number}]")
-        elif not isinstance(given, str):  # pattern, format
-            raise self._error(at, keyword, f"{keyword} is a text")
-        return self._pattern(given, at) if keyword == "pattern" else given
-
-    def _names(self, keyword: str, given: Any, at: str) -> Any:
-        names = [given] if isinstance(given, str) and keyword == "type" else given
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or (keyword == "type" and not names):
-            raise self._error(at, keyword, f"{keyword} is {'a name or ' if keyword == 'type' else ''}a list of names")
-        for name in names:
-            self._check_text(name, at)
-            if keyword == "type" and name not in _TYPES:
-                raise self._error(at, keyword, f"{name[:50]!r} is no type; types are {', '.join(sorted(_TYPES))}")
-        return given
-
-    def _count(self, keyword: str, given: Any, at: str) -> int:
-        if not _is_number(given) or given < 0 or given != int(given):
-            raise self._error(at, keyword, f"{keyword} is a whole number that is not negative")
-        if keyword.endswith("Items") and given > _MOST_ITEMS:
-            raise self._error(at, keyword, f"more than {_MOST_ITEMS} items are not supported")
-        return int(given)
-
-    def _number(self, keyword: str, given: Any, at: str) -> int | float:
-        """A bound or a multiple."""
-        if not _is_number(given) or (keyword == "multipleOf" and given <= 0):
-            raise self._error(at, keyword, f"{keyword} is a number{' above 0' if keyword == 'multipleOf' else ''}")
-        try:
-            if keyword != "multipleOf":
-                bound = inward(given, 1 if keyword in _UPPER else -1)
-                if isinstance(bound, float):
-                    self.near_lower.add(math.floor(bound))
-                    self.near_upper.add(math.ceil(bound))
-                return bound
-            self.multiples.setdefault(multiple(given), at)
-        except ValueError as error:
-            raise self._error(at, keyword, f"{keyword} {error}") from None
-        return int(given) if given == int(given) else given
-
-    def _check_constant(self, value: Any, keyword: str, at: str) -> None:
-        if isinstance(value, str):
-            self._check_text(value, at)
-            if any((character < " " and character not in "\b\f\n\r\t") or character == "\x7f" for character in value):
-                self.controls.append(at)
-        elif isinstance(value, dict):
-            for name, part in value.items():
-                self._check_text(name, at)
-                self._check_constant(part, keyword, at + step(name))
-        elif isinstance(value, list):
-            for number, part in enumerate(value):
-                self._check_constant(part, keyword, f"{at}[{number}]")
-        elif isinstance(value, int | float) and not is_kept(value):
-            raise self._error(at, keyword, "numbers of more than 15 digits are not supported here")
-
-    def _check_text(self, text: str, at: str) -> None:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise self._error(at, None, "half of a surrogate pair is no character") from None
-
-    def _pattern(self, given: str, at: str) -> str:
-        self._check_text(given, at)
-        try:
-            return common(given)
-        except ValueError as error:
-            raise self._error(at, "pattern", str(error)) from None
-
-    def _finished(self, found: dict[str, Any], at: str) -> Schema:
-        """What keywords need of each other."""
-        if not isinstance(found.get("items"), list):
-            found.pop("additionalItems", None)
-        if (name := found.pop("format", None)) in FORMATS:
-            if name in FORMAT_PATTERNS:
-                found["allOf"] = [*found.pop("allOf", ()), {"$comment": "format", "pattern": FORMAT_PATTERNS[name]}]
-            else:
-                found["format"] = name
-        required, properties = set(found.get("required", ())), found.get("properties", {})
-        if len(properties.keys() - required) > self.limits.optional_properties:
-            most = f"more than {self.limits.optional_properties} properties that are not required are not supported"
-            raise self._error(f"{at}.properties", "properties", most)
-        is_closed = found.get("additionalProperties", True) is False and not found.get("patternProperties")
-        if found.get("minProperties", 0) > len(required) + 1 and not is_closed:
-            why = "minProperties above the number of required ones and one more needs additionalProperties: false"
-            raise self._error(f"{at}.minProperties", "minProperties", why)
-        return found
-
-    def _check_multiples(self, whole: Schema) -> None:
-        tries = iter(range(_MOST_PAIRS))
-        for schema in subschemas(whole):
-            found = [multiple(value) for value in held_together(schema, self.defs, "multipleOf", tries)]
-            if next(tries, None) is None or (len(found) > 1 and not can_be_merged(found)):
-                at = self.multiples[found[0]] if found else ""
-                raise self._error(at, "multipleOf", "its common multiple with others that hold beside is too large")
-
-    def _exclude_bounds(self, schema: dict[str, Any]) -> None:
-        """Bounds that llguidance accepts although they are excluded, with the next number as the bound.
-
-        These are large ones, and whole numbers with the other bound less than 1 away, here or in a schema that holds beside.
-        """
-        for keyword, inclusive, near, sign in (
-            ("exclusiveMinimum", "minimum", self.near_lower, -1),
-            ("exclusiveMaximum", "maximum", self.near_upper, 1),
-        ):
-            bound = schema.get(keyword)
-            if bound is not None and (not is_small(bound) or bound in near):
-                following = beyond(bound, sign)
-                schema[inclusive] = sign * min(sign * following, sign * schema.get(inclusive, following))
-
-    def _prove_one_of(self, schema: dict[str, Any]) -> None:
-        """Branches of a oneOf that have no value in common are those of an anyOf. llguidance does not look through references."""
-        branches = [branch for branch in schema.get("oneOf", ()) if branch is not False]
-        if "anyOf" not in schema and branches:
-            pairs = ((one, other) for number, one in enumerate(branches) for other in branches[:number])
-            if all(are_disjoint(one, other, self.defs, self.pairs) for one, other in pairs):
-                parts = list(schema.items())
-                schema.clear()
-                schema.update(("anyOf", branches) if key == "oneOf" else (key, value) for key, value in parts)
-
-
-def _measure(schema: Any, path: str, limits: FormConfig) -> None:
-    """Raise SchemaError for a schema that is too large to be walked."""
-    left: list[tuple[Any, int]] = [(schema, 0)]
-    for count, (value, depth) in enumerate(left):
-        if depth > limits.depth:
-            raise SchemaError(path, None, f"nested more than {limits.depth} deep")
-        if count >= limits.values:
-            raise SchemaError(path, None, f"more than {limits.values} values")
-        if isinstance(value, dict | list):
-            left.extend((part, depth + 1) for part in (value.values() if isinstance(value, dict) else value))
+@contextmanager
+def placed(place: str) -> Iterator[None]:
+    """Give a SchemaError without a place this one, with its keyword."""
     try:
-        size = len(json.dumps(schema))
-    except (TypeError, ValueError) as error:
-        raise SchemaError(path, None, f"not JSON: {error}") from None
-    if size > limits.schema_bytes:
-        raise SchemaError(path, None, f"{size} bytes as JSON; a schema may have {limits.schema_bytes}")
+        yield
+    except SchemaError as error:
+        if error.place:
+            raise
+        raise SchemaError(
+            f"{place}.{error.keyword}" if error.keyword else place, error.keyword, error.why
+        ) from error
 
 
-def _ordered(schema: dict[str, Any]) -> Iterator[str]:
-    """The keywords of a schema that say something about values, those that need each other side by side."""
-    done: set[str] = set()
-    for keyword in schema:
-        group = next((group for group in _TOGETHER if keyword in group), (keyword,))
-        for each in group:
-            if each in schema and each in _KEPT and each not in done:
-                done.add(each)
-                yield each
+def without_refused(
+    schema: dict[str, Any],
+    build: Callable[[dict[str, Any]], T],
+    spare: Iterator[int],
+    place: str = "",
+) -> T | None:
+    """What `build` makes of an object's schema at a place, with any value in place of properties
+    whose schemas it refuses.
+
+    Returns None if it refuses more than properties, or if `spare` has ended, of which each refused
+    property takes an item.
+    """
+    properties = dict(schema.get("properties", {}))
+    while True:
+        try:
+            return build({**schema, "properties": properties} if properties else schema)
+        except SchemaError as error:
+            refused = f"{error.place.removeprefix(place)}."
+        begins = {
+            key: (f".properties.{key}.", f".properties.{key}[", f".properties[{json.dumps(key)}]")
+            for key in properties
+        }
+        # Of names that begin alike, such as a and a.b, the longest.
+        key = max(
+            (key for key, begin in begins.items() if refused.startswith(begin)),
+            key=len,
+            default=None,
+        )
+        if key is None or properties[key] is True or next(spare, None) is None:
+            return None
+        properties[key] = True
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value))
+class Schema:
+    """What the parts of a JSON schema say. `root`: the schema in which references are resolved."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        # Parts with their types and values, by their identity: are_disjoint() compares each with
+        # many others.
+        self._values: dict[int, tuple[JsonSchema, frozenset[str], Set[str] | None]] = {}
+
+    def follow(self, reference: Any) -> Iterator[tuple[str, Any]]:
+        """Each value on the way to what a reference names, with its place, ".$defs.a"; the last is
+        the target.
+
+        Raises SchemaError for a reference that names nothing.
+        """
+        if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
+            raise SchemaError(
+                "", "$ref", "only references within the schema, as #/$defs/name, are supported"
+            )
+        value, place = self.root, ""
+        yield place, value
+        for part in reference.split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and name in value:
+                value, place = value[name], place + step(name)
+            elif (
+                isinstance(value, list)
+                and name.isdecimal()
+                and len(name) < 9
+                and int(name) < len(value)
+            ):
+                value, place = value[int(name)], f"{place}[{int(name)}]"
+            else:
+                raise SchemaError("", "$ref", f"{reference[:100]} names nothing in the schema")
+            yield place, value
+
+    def target(self, reference: Any) -> JsonSchema:
+        """The schema that a reference names. Raises SchemaError."""
+        *_, (_, found) = self.follow(reference)
+        if not isinstance(found, dict | bool):
+            raise SchemaError("", "$ref", f"{reference[:100]} names no schema")
+        return found
+
+    def resolve(self, part: JsonSchema) -> JsonSchema:
+        """A part without a reference at its top.
+
+        Raises SchemaError for references that lead nowhere, or to themselves.
+        """
+        seen: list[str] = []
+        while isinstance(part, dict) and "$ref" in part:
+            reference = part["$ref"]
+            if reference in seen:
+                raise SchemaError("", "$ref", f"$ref leads to itself: {reference}")
+            seen.append(reference)
+            part = both(
+                self.target(reference), {key: value for key, value in part.items() if key != "$ref"}
+            )
+        return part
+
+    def types(
+        self, part: JsonSchema, known: dict[str, frozenset[str]] | None = None
+    ) -> frozenset[str]:
+        """The types that a value of a part may have; "number" comes with "integer".
+
+        `known`: those of references.
+        """
+        if isinstance(part, bool):
+            return TYPES if part else frozenset()
+        known = {} if known is None else known
+        found = own_types(part)
+        if "$ref" in part:
+            reference = part["$ref"]
+            if reference not in known:
+                # A schema that leads to itself allows nothing by that.
+                known[reference] = frozenset()
+                known[reference] = self.types(self.target(reference), known)
+            found &= known[reference]
+        for key in ("anyOf", "oneOf"):
+            if key in part:
+                found &= frozenset().union(*(self.types(each, known) for each in part[key]))
+        for each in part.get("allOf", ()):
+            found &= self.types(each, known)
+        return found
+
+    def branches(self, part: JsonSchema) -> list[dict[str, Any]]:
+        """The schemas whose union a part of an exact schema is: those of anyOf, and one for each of
+        several types.
+
+        Raises SchemaError for oneOf, which exact schemas have only where several of its schemas may
+        match.
+        """
+        found: list[dict[str, Any]] = []
+        waiting: list[tuple[JsonSchema, frozenset[str]]] = [(part, frozenset())]
+        steps = 0
+        while waiting:
+            steps += 1
+            if steps > _MOST_BRANCHES:
+                why = (
+                    f"a union of more than {_MOST_BRANCHES} schemas is not supported by this "
+                    "model's tool calls"
+                )
+                raise SchemaError("", None, why)
+            each, seen = waiting.pop()
+            reference = json.dumps(each) if isinstance(each, dict) and "$ref" in each else None
+            if reference in seen:
+                continue
+            inner = as_object(self.resolve(each))
+            seen = seen if reference is None else seen | {reference}
+            if "oneOf" in inner:
+                why = (
+                    "oneOf is not supported by this model's tool calls where two of its schemas "
+                    "may match: use anyOf"
+                )
+                raise SchemaError("", "oneOf", why)
+            if "anyOf" in inner:
+                rest = without(inner, "anyOf")
+                # Backwards: the last one is taken first.
+                waiting += [
+                    (both(one, rest) if rest else one, seen) for one in reversed(inner["anyOf"])
+                ]
+            elif isinstance(inner.get("type"), list):
+                found += [{**inner, "type": kind} for kind in inner["type"]]
+            else:
+                found.append(inner)
+        return found
+
+    def conjuncts(self, part: dict[str, Any]) -> Iterator[JsonSchema]:
+        """The schemas that each value of a part has to satisfy, too."""
+        if "$ref" in part:
+            yield self.target(part["$ref"])
+        yield from part.get("allOf", ())
+
+    def together(self, part: JsonSchema) -> Iterator[dict[str, Any]]:
+        """A part, and all schemas that one of its values may have to satisfy, too; what each
+        reference names once.
+        """
+        seen: set[str] = set()
+        left = [part]
+        while left:
+            each = left.pop()
+            if isinstance(each, bool):
+                continue
+            yield each
+            if each.get("$ref") in seen:
+                each = without(each, "$ref")
+            seen |= {each["$ref"]} if "$ref" in each else set()
+            left += reversed(
+                [*self.conjuncts(each), *each.get("anyOf", ()), *each.get("oneOf", ())]
+            )
+
+    def standalone(self, part: dict[str, Any]) -> dict[str, Any]:
+        """A part of an exact schema as a whole one, with those `$defs` to which its references
+        lead.
+        """
+        needed: dict[str, Any] = {}
+        waiting = [part]
+        while waiting:
+            for reference in _REFERENCE.findall(json.dumps(waiting.pop())):
+                name = reference.rpartition("/")[2]
+                if name not in needed:
+                    needed[name] = self.target(reference)
+                    waiting.append(needed[name])
+        return {**part, "$defs": needed} if needed else part
+
+    def are_disjoint(
+        self, one: JsonSchema, other: JsonSchema, tries: Iterator[Any], depth: int = _DEPTH
+    ) -> bool:
+        """Whether it is certain that no value is of both schemas.
+
+        tries: has an item for each pair of parts that may be compared.
+        """
+        if not depth or next(tries, None) is None:
+            return False
+        for part, against in ((one, other), (other, one)):
+            if isinstance(part, bool):
+                if not part:
+                    return True
+                continue
+            if any(
+                self.are_disjoint(each, against, tries, depth - 1) for each in self.conjuncts(part)
+            ):
+                return True
+            branches = part.get("anyOf") or part.get("oneOf")
+            if branches and all(
+                self.are_disjoint(branch, against, tries, depth - 1) for branch in branches
+            ):
+                return True
+        if isinstance(one, bool) or isinstance(other, bool):
+            return False
+        (types, values), (other_types, others) = (
+            self._types_and_values(one),
+            self._types_and_values(other),
+        )
+        common = types & other_types
+        if not common or (values is not None and others is not None and values.isdisjoint(others)):
+            return True
+        return common == {"object"} and any(
+            self.are_disjoint(one["properties"][name], other["properties"][name], tries, depth - 1)
+            for name in dict.fromkeys((*one.get("required", ()), *other.get("required", ())))
+            if name in one.get("properties", {}) and name in other.get("properties", {})
+        )
+
+    def _types_and_values(self, part: dict[str, Any]) -> tuple[frozenset[str], Set[str] | None]:
+        """own_types() of an exact schema, and the texts of distinct() values, or None if it
+        allows any.
+        """
+        known = self._values.get(id(part))
+        if known is None or known[0] is not part:
+            values = constants(part)
+            known = part, own_types(part), None if values is None else distinct(values).keys()
+            self._values[id(part)] = known
+        return known[1:]
+
+    def has_finite_value(self) -> bool:
+        """Whether a value of an exact schema ends; False where references require each other for
+        ever.
+        """
+        definitions: dict[str, JsonSchema] = (
+            self.root.get("$defs", {}) if isinstance(self.root, dict) else {}
+        )
+        finite: set[str] = set()
+        known = -1
+        while known < len(finite):
+            known = len(finite)
+            finite |= {
+                f"#/$defs/{name}" for name, each in definitions.items() if _ends(each, finite)
+            }
+        return _ends(self.root, finite)
 
 
-def _has_open_keys(schema: dict[str, Any]) -> bool:
-    """Whether an object may have keys beside those that are declared or counted."""
-    is_open = schema.get("additionalProperties", True) is not False
-    known = schema.get("properties") or (schema.get("required") and "minProperties" in schema)
-    return bool(schema.get("patternProperties") or (is_open and known))
+def _ends(part: JsonSchema, finite: set[str]) -> bool:
+    """Whether a part has a finite value if the references in `finite` have one."""
+    if isinstance(part, bool):
+        return part
+    if "$ref" in part and part["$ref"] not in finite:
+        return False
+    if not all(_ends(each, finite) for each in part.get("allOf", ())):
+        return False
+    if any(
+        not any(_ends(branch, finite) for branch in part[key])
+        for key in ("anyOf", "oneOf")
+        if key in part
+    ):
+        return False
+    return any(_type_ends(kind, part, finite) for kind in own_types(part))
+
+
+def _type_ends(kind: str, part: dict[str, Any], finite: set[str]) -> bool:
+    if kind == "object":
+        properties, rest = part.get("properties", {}), part.get("additionalProperties", True)
+        if part.get("patternProperties"):
+            rest = True
+        return all(_ends(properties.get(key, rest), finite) for key in part.get("required", ()))
+    if kind == "array":
+        first, needed = part.get("prefixItems", []), part.get("minItems", 0)
+        rest = part.get("items", True)
+        return all(_ends(item, finite) for item in first[:needed]) and (
+            needed <= len(first) or _ends(rest, finite)
+        )
+    return True
+
+
+def both(one: JsonSchema, other: JsonSchema) -> JsonSchema:
+    """A schema of values that two allow."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return (other if one else False) if isinstance(one, bool) else (one if other else False)
+    said = without(other, *ANNOTATIONS)
+    meets = any(key in one and one[key] != value for key, value in said.items())
+    if meets or any(
+        not one.keys().isdisjoint(group) and not said.keys().isdisjoint(group) for group in TOGETHER
+    ):
+        return {"allOf": [one, other]}
+    return {**one, **other}
+
+
+def without(part: dict[str, Any], *keywords: str) -> dict[str, Any]:
+    """A schema without these keywords."""
+    return {key: value for key, value in part.items() if key not in keywords}
+
+
+def as_object(part: JsonSchema) -> dict[str, Any]:
+    """A schema that is not true or false."""
+    return ({} if part else {"enum": []}) if isinstance(part, bool) else part
+
+
+def constants(part: JsonSchema) -> list[Any] | None:
+    """The values of `const` or `enum`; None: any."""
+    if isinstance(part, bool):
+        return None
+    return [part["const"]] if "const" in part else part.get("enum")
+
+
+def own_types(part: dict[str, Any]) -> frozenset[str]:
+    """The types that `type`, `enum` and `const` of a schema allow; "number" comes with
+    "integer".
+    """
+    named = part.get("type", TYPES)
+    found = frozenset(map(_type_named, [named] if isinstance(named, str) else named))
+    if "number" in found:
+        found |= {"integer"}
+    values = constants(part)
+    if values is None:
+        return found
+    return found & (
+        frozenset(map(type_of, values))
+        | ({"number"} if any(isinstance(v, float) for v in values) else set())
+    )
+
+
+def _type_named(name: str) -> str:
+    """The type of JSON that a name in a schema means: unchecked schemas have names of other
+    languages.
+    """
+    if name in TYPES:
+        return name
+    return next(
+        (kind for kind, beginnings in _OTHER_NAMES.items() if name.lower().startswith(beginnings)),
+        "string",
+    )
+
+
+def type_of(value: Any) -> str:
+    """The JSON type of a value; "integer" for those numbers too that have no fraction."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "number" if isinstance(value, float) and not value.is_integer() else "integer"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def distinct(values: list[Any]) -> dict[str, Any]:
+    """The values that differ, by a text that equal ones share: 1.0 is written as 1, and true is
+    not 1.
+    """
+    return {json.dumps(value, sort_keys=True): value for value in map(_with_integers, values)}
+
+
+def _with_integers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_integers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _with_integers(each) for name, each in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def mapped(part: dict[str, Any], change: Callable[[str, JsonSchema], JsonSchema]) -> dict[str, Any]:
+    """The same schema with each schema in it changed; `change` gets the keyword that has it,
+    too.
+    """
+    found: dict[str, Any] = {}
+    for key, value in part.items():
+        if key in MAPS:
+            found[key] = {name: change(key, each) for name, each in value.items()}
+        elif key in LISTS:
+            found[key] = [change(key, each) for each in value]
+        else:
+            found[key] = change(key, value) if key in ONE else value
+    return found
+
+
+def subschemas(part: JsonSchema) -> Iterator[dict[str, Any]]:
+    """An exact schema and all schemas within it."""
+    if isinstance(part, bool):
+        return
+    yield part
+    for keyword, value in part.items():
+        if keyword in ("$defs", *MAPS):
+            below = list(value.values())
+        else:
+            below = value if keyword in LISTS else [value] if keyword in ONE else []
+        for each in below:
+            yield from subschemas(each)
+
+
+def with_groups_together(part: dict[str, Any]) -> dict[str, Any]:
+    """The same schema with the keywords of each group of TOGETHER next to each other."""
+    found: dict[str, Any] = {}
+    for key in part:
+        group = next((group for group in TOGETHER if key in group), (key,))
+        found |= {each: part[each] for each in group if each in part}
+    return found
+
+
+def step(name: str) -> str:
+    """A key in a place."""
+    return f".{name}" if re.fullmatch(r"[A-Za-z_$][\w$-]*", name) else f"[{json.dumps(name)}]"

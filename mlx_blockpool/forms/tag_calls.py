@@ -1,4 +1,6 @@
-"""TagCall: Lark of tool calls in tags, between which text stands as it is and everything else as JSON."""
+"""TagCall: Lark of tool calls in tags, between which text stands as it is and everything else as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -8,66 +10,102 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .lark import Lark, quoted, slashed, without
-from .parameters import branches, conditions, decode_as, fenced, listed, resolve, standalone, type_of, types
-from .schema import Schema, SchemaError
+from .lark import Lark, quoted, slashed, text_without
+from .parameters import conditions, decode, fenced
+from .schema import JsonSchema, Schema, SchemaError, constants, own_types, placed, type_of, without
 from .tags import Tags
 
 # What parsers read back as a parameter's name.
 KEY = r"[^\s<>\"'=:,{}\[\]&]+"
 # What parsers strip.
 EDGE = r"[\s\x1c-\x1f]"
-# Schemas' keywords that say something of the whole of the arguments, which stand in the reply one by one.
-WHOLE = ("anyOf", "oneOf", "allOf", "enum", "const", "patternProperties", "minProperties", "maxProperties")
-# Keywords that say nothing of values other than text, and those of schemas that allow every other value of their types.
+# Schemas' keywords that say something of the whole of the arguments, which stand in the reply one
+# by one.
+WHOLE = (
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "enum",
+    "const",
+    "patternProperties",
+    "minProperties",
+    "maxProperties",
+)
+# Keywords that say nothing of values other than text, and those of schemas that allow every other
+# value of their types.
 OF_TEXT = {"pattern", "format", "minLength", "maxLength", "$comment"}
 UNBOUND = {*OF_TEXT, "type", "$defs"}
 SPACE = r"[ \t\r\n]*"
 NUMBER = "-?(?:0|[1-9][0-9]*)"
-SCALARS = {"null": "null", "boolean": "true|false", "integer": NUMBER, "number": f"{NUMBER}(?:[.][0-9]+)?(?:[eE][+-]?[0-9]+)?"}
+SCALARS = {
+    "null": "null",
+    "boolean": "true|false",
+    "integer": NUMBER,
+    "number": f"{NUMBER}(?:[.][0-9]+)?(?:[eE][+-]?[0-9]+)?",
+}
 # Text that reads as JSON of each type.
 READS_AS = {**SCALARS, "integer": SCALARS["number"], "array": r"\[(?s:.*)", "object": r"\{(?s:.*)"}
-# Text of which a part may read so: nulls and booleans are whole words, whose literals end with their tag as text does.
+# Text of which a part may read so: nulls and booleans are whole words, whose literals end with
+# their tag as text does.
 BEGINS_AS = {**READS_AS, "integer": "[-0-9](?s:.*)", "number": "[-0-9](?s:.*)"}
 
 
 @dataclass(frozen=True)
 class TagCall:
-    """Calls in tags of one function, as rules of `lark`. `root`: the exact schema of its parameters; `place`: the schema's.
+    """Calls in tags of one function, as rules of `lark`. `whole`: the exact schema of its
+    parameters; `place`: the schema's.
 
     `several`: whether it may be the second or a later one between its markers.
     """
 
     lark: Lark
     tags: Tags
-    root: Schema
+    whole: Schema
     place: str
     several: bool = False
     _written: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
         """Lark of a call of the function."""
-        schema = resolve(self.root, self.root)
+        schema = self.whole.resolve(self.whole.root)
         if isinstance(schema, bool):
             schema = {}
-        if "object" not in types(schema, self.root):
-            raise SchemaError(f"{self.place}.type", "type", "the parameters of a function are an object")
+        if "object" not in self.whole.types(schema):
+            raise SchemaError(
+                f"{self.place}.type", "type", "the parameters of a function are an object"
+            )
         for keyword in WHOLE:
             if keyword in schema:
-                why = f"{keyword} is not supported by this model's tool calls, which write each argument on its own"
+                why = (
+                    f"{keyword} is not supported by this model's tool calls, which write each "
+                    "argument on its own"
+                )
                 raise SchemaError(f"{self.place}.{keyword}", keyword, why)
         required, properties = schema.get("required", []), dict(schema.get("properties", {}))
-        if not properties and not required and schema.get("additionalProperties", True) is not False:
+        if (
+            not properties
+            and not required
+            and schema.get("additionalProperties", True) is not False
+        ):
             key, keyed = self.tags.key.split("{key}")
-            written = self._argument(f"{self.lark.literal(key)} {self.lark.terminal(slashed(KEY))}", keyed, True, self.place)
+            written = self._argument(
+                f"{self.lark.literal(key)} {self.lark.terminal(slashed(KEY))}",
+                keyed,
+                True,
+                self.place,
+            )
             return self._call(name, [(written, "*")])
         properties.update({key: True for key in required if key not in properties})
         arguments = []
         for key in properties:
             place = f"{self.place}.properties.{key}"
             if not re.fullmatch(KEY, key):
-                raise SchemaError(place, None, "this model's tool calls cannot write a parameter of this name")
-            written = self._argument("", self.tags.key.replace("{key}", key), properties[key], place)
+                raise SchemaError(
+                    place, None, "this model's tool calls cannot write a parameter of this name"
+                )
+            written = self._argument(
+                "", self.tags.key.replace("{key}", key), properties[key], place
+            )
             arguments.append((written, "" if key in required else "?"))
         return self._call(name, arguments)
 
@@ -76,7 +114,9 @@ class TagCall:
         begin = self._begin(name)
         finish = self.lark.literal(self.tags.finish)
         if not self.tags.empty or not all(quantifier for _, quantifier in arguments):
-            return " ".join([begin, *(f"{written}{quantifier}" for written, quantifier in arguments), finish])
+            return " ".join(
+                [begin, *(f"{written}{quantifier}" for written, quantifier in arguments), finish]
+            )
         # The parser fails on a call without arguments in tags.
         ways, rest = [self.lark.literal(json.dumps({"name": name, "arguments": {}}))], ""
         for written, quantifier in reversed(arguments):
@@ -90,50 +130,59 @@ class TagCall:
         before, index, after = begin.partition("{index}")
         if not index or not self.several:
             return self.lark.literal(begin.replace("{index}", "1"))
-        return f"{self.lark.literal(before)} {self.lark.terminal('/[1-9][0-9]?/')} {self.lark.literal(after)}"
+        return (
+            f"{self.lark.literal(before)} {self.lark.terminal('/[1-9][0-9]?/')} "
+            f"{self.lark.literal(after)}"
+        )
 
-    def _argument(self, before: str, key: str, schema: Schema, place: str) -> str:
-        """A rule for the tags of one parameter and its value; `before`: Lark of what stands before `key`."""
+    def _argument(self, before: str, key: str, schema: JsonSchema, place: str) -> str:
+        """A rule for the tags of one parameter and its value; `before`: Lark of what stands
+        before `key`.
+        """
         shown, values = json.dumps(schema), dict[str, list[str]]()
         # Schemas without references are the same in all tools.
         known = self._written if '"$ref"' in shown else self.lark.written
         if shown not in known:
-            try:
+            with placed(place):
                 known[shown] = list(self._values(schema, place))
-            except SchemaError as error:
-                # What the helpers refuse has no place of its own.
-                at = f"{place}.{error.keyword}" if error.keyword else place
-                raise SchemaError(error.place or at, error.keyword, error.why) from error
         written = known[shown]
         for kind, value in written:
             values.setdefault(kind if "{type}" in key else "", []).append(value)
         if not values:
-            raise SchemaError(place, None, "this model's tool calls can write no value of this schema")
+            raise SchemaError(
+                place, None, "this model's tool calls can write no value of this schema"
+            )
         ways = [
-            f"{before} {self.lark.literal(key.replace('{type}', kind))} ({' | '.join(dict.fromkeys(each))})"
+            f"{before} {self.lark.literal(key.replace('{type}', kind))} "
+            f"({' | '.join(dict.fromkeys(each))})"
             for kind, each in values.items()
         ]
         return self.lark.rule(" | ".join(ways))
 
-    def _values(self, schema: Schema, place: str) -> Iterator[tuple[str, str]]:
+    def _values(self, schema: JsonSchema, place: str) -> Iterator[tuple[str, str]]:
         """Lark of values and the closing tag, each with its JSON type."""
-        allowed, union = types(schema, self.root), branches(schema, self.root)
+        allowed, union = self.whole.types(schema), self.whole.branches(schema)
         texts, free = [], set[str]()
         for branch in union:
-            kinds = types(branch, self.root)
-            if listed(branch) is None and "string" in kinds:
-                texts.append(conditions(branch, self.root, place))
-            if listed(branch) is None and set(branch) <= UNBOUND:
+            kinds = self.whole.types(branch)
+            if constants(branch) is None and "string" in kinds:
+                texts.append(conditions(branch, self.whole, place))
+            if constants(branch) is None and set(branch) <= UNBOUND:
                 free |= kinds - {"string"}
-        # Any text may be written: also that which reads as a value of another type, if all values of the type are allowed.
+        # Any text may be written: also that which reads as a value of another type, if all values
+        # of the type are allowed.
         is_plain = [] in texts and "{type}" not in self.tags.key and not self.tags.reads_json
         covered = free if is_plain else set()
         bare = set() if "{type}" in self.tags.key or not texts else free & SCALARS.keys()
         for branch in union:
-            if listed(branch) is not None:
+            if constants(branch) is not None:
                 yield from self._listed(branch, allowed, place)
             else:
-                yield from self._json(branch, types(branch, self.root) - covered - bare - {"string"}, "string" in allowed)
+                yield from self._json(
+                    branch,
+                    self.whole.types(branch) - covered - bare - {"string"},
+                    "string" in allowed,
+                )
         yield from ((kind, self._scalar(kind)) for kind in sorted(bare - covered))
         # Text ends only with its tag: what begins like another value would never be that value.
         others = frozenset(READS_AS) - free if self.tags.reads_json else allowed - free - {"string"}
@@ -144,14 +193,16 @@ class TagCall:
             if self.tags.section[0]:
                 yield "string", self._text(wanted, others, others & allowed, *self.tags.section)
 
-    def _listed(self, branch: dict[str, Any], allowed: frozenset[str], place: str) -> Iterator[tuple[str, str]]:
+    def _listed(
+        self, branch: dict[str, Any], allowed: frozenset[str], place: str
+    ) -> Iterator[tuple[str, str]]:
         """The values of `enum` or `const` that are read back as what they are."""
-        others = {key: value for key, value in branch.items() if key not in ("enum", "const")}
+        others = without(branch, "enum", "const")
         if set(others) - {"type", "$defs", "$comment"}:
             why = "enum is supported by this model's tool calls without other keywords alone"
             raise SchemaError(f"{place}.enum", "enum", why)
-        kinds = types(others, self.root)
-        for value in listed(branch) or []:
+        kinds = own_types(others)
+        for value in constants(branch) or []:
             raw = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             if type_of(value) not in kinds or any(mark in raw for mark in self.tags.marks):
                 continue
@@ -163,33 +214,47 @@ class TagCall:
         """What the parser and `decode` make of a value."""
         text = raw.strip() if self.tags.takes == "space" else raw
         if self.tags.nulls and text.lower() == "null":
-            return decode_as(allowed, None)
+            return decode(None, allowed)
         if self.tags.reads_json:
             try:
-                return decode_as(allowed, json.loads(text))
+                return decode(json.loads(text), allowed)
             except ValueError:
                 pass
-        return decode_as(allowed, text)
+        return decode(text, allowed)
 
-    def _json(self, branch: dict[str, Any], kinds: frozenset[str], beside_text: bool) -> Iterator[tuple[str, str]]:
-        """Values that are no text. Where none of the schema's are, Python's words stand for JSON's: some templates write them."""
+    def _json(
+        self, branch: dict[str, Any], kinds: frozenset[str], next_to_text: bool
+    ) -> Iterator[tuple[str, str]]:
+        """Values other than text.
+
+        Where the schema allows no text, Python's words stand for JSON's: some templates write them.
+        """
         named = sorted(kinds - {"integer"} if "number" in kinds else kinds)
-        held = {key: value for key, value in branch.items() if key not in OF_TEXT}
-        held["allOf"] = [each for each in held.get("allOf", []) if not isinstance(each, dict) or set(each) - OF_TEXT]
-        branch = held if held["allOf"] else {key: value for key, value in held.items() if key != "allOf"}
-        groups = [[kind] for kind in named] if "{type}" in self.tags.key else [named] if named else []
+        parts = [
+            each
+            for each in branch.get("allOf", [])
+            if not isinstance(each, dict) or set(each) - OF_TEXT
+        ]
+        branch = {**without(branch, "allOf", *OF_TEXT), **({"allOf": parts} if parts else {})}
+        groups = (
+            [[kind] for kind in named] if "{type}" in self.tags.key else [named] if named else []
+        )
         for group in groups:
-            schema: Schema = standalone({**branch, "type": group if len(group) > 1 else group[0]}, self.root)
+            schema: JsonSchema = self.whole.standalone(
+                {**branch, "type": group if len(group) > 1 else group[0]}
+            )
             written = f"{self.lark.json(fenced(schema, *self.tags.marks))} {self._close()}"
             # Models may call either a number.
             both = {"integer", "number"} if {"integer", "number"} & set(group) else set()
             yield from ((kind, written) for kind in sorted({*group, *both}))
-        if not beside_text and "allOf" not in branch:
+        if not next_to_text and "allOf" not in branch:
             words = {"boolean": ("True", "False"), "null": ("None",)}
             yield from ((kind, self._word(word)) for kind in named for word in words.get(kind, ()))
 
     def _word(self, text: str) -> str:
-        """Lark of a text and the closing tag: one literal as far as other text could go on there."""
+        """Lark of a text and the closing tag: one literal as far as other text could continue
+        there.
+        """
         head, rest = self._cut("")
         return f"{self.lark.literal(f'{text}{head}')} {rest}"
 
@@ -197,17 +262,28 @@ class TagCall:
         head, rest = self._cut("")
         return f"{self.lark.terminal(slashed(f'(?:{SCALARS[kind]}){quoted(head)}'))} {rest}"
 
-    def _text(self, wanted: list[str], others: frozenset[str], begun: frozenset[str], before: str, after: str) -> str:
-        """Text that the parser returns as it is, and which is no JSON of `others`, nor a beginning of those `begun`."""
+    def _text(
+        self,
+        wanted: list[str],
+        others: frozenset[str],
+        begun: frozenset[str],
+        before: str,
+        after: str,
+    ) -> str:
+        """Text that the parser returns as it is, and which is neither JSON of `others` nor a
+        beginning of those `begun`.
+        """
         marks, head, rest = self.tags.marks, *self._cut(after)
         refused = [f"(?s:.*){quoted(after)}(?s:.*)"] if after else self._edges()
         if self.tags.nulls and "null" in others:
             refused.append("(?i:null)")
         if self.tags.reads_json:
             refused += ['"(?s:.*)', "NaN|-?Infinity"]
-        reads = {kind: BEGINS_AS[kind] if kind in begun else READS_AS[kind] for kind in sorted(others)}
+        reads = {
+            kind: BEGINS_AS[kind] if kind in begun else READS_AS[kind] for kind in sorted(others)
+        }
         refused += [f"{SPACE}(?:{regex}){SPACE}" for regex in reads.values()]
-        texts = [without(*(mark for mark in marks if mark != before)), *wanted]
+        texts = [text_without(*(mark for mark in marks if mark != before)), *wanted]
         whole = [slashed(f"{quoted(before)}(?:{text}){quoted(head)}") for text in texts]
         if refused:
             whole.append("~" + slashed(f"{quoted(before)}(?:{'|'.join(refused)}){quoted(head)}"))
@@ -224,15 +300,22 @@ class TagCall:
 
     def _close(self) -> str:
         """Lark of the closing tag."""
-        ways = {self.lark.literal(close): None for close in (self.tags.close, self.tags.last or self.tags.close)}
+        ways = {
+            self.lark.literal(close): None
+            for close in (self.tags.close, self.tags.last or self.tags.close)
+        }
         return f"({' | '.join(ways)})" if len(ways) > 1 else "".join(ways)
 
     def _cut(self, after: str) -> tuple[str, str]:
-        """(what belongs to the terminal of a text that ends with `after` and the closing tag, Lark of the rest).
+        """(what belongs to the terminal of a text that ends with `after` and the closing tag, Lark
+        of the rest).
 
-        A text ends only where its terminal does, or where an added token comes, which no text allows.
+        A text ends only where its terminal does, or where an added token comes, which no text
+        allows.
         """
-        closes = dict.fromkeys(f"{after}{close}" for close in (self.tags.close, self.tags.last or self.tags.close))
+        closes = dict.fromkeys(
+            f"{after}{close}" for close in (self.tags.close, self.tags.last or self.tags.close)
+        )
         close = next(iter(closes))
         added = self.lark.first_added(close)
         end = len(close.rstrip()) if added is None else added

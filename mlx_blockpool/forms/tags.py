@@ -1,4 +1,6 @@
-"""Tags: how the models of each parser write tool calls in tags, and where their templates write space."""
+"""Tags: how the models of each parser write tool calls in tags, and where their templates write
+space.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# The call that a template is asked to write, to see where it writes space and whether it sorts arguments.
+# The call that a template renders, to see where it writes space and whether it sorts arguments.
 SAMPLE_NAME = "sample_function"
 SAMPLE = {"key_b": "A1B2", "key_a": "C3D4"}
 
 
 @dataclass(frozen=True)
 class Tags:
-    """How the models of one parser write a call. `~` is where some templates write space; line ends are what most write there.
+    """How the models of one parser write a call. `~` is where some templates write space; line ends
+    are what most write there.
 
-    begin, key, close, finish: around the name, before and after each value, and behind the last.
-    lead:       before the first call behind a marker.
+    begin, key, close, finish: around the name, before and after each value, and after the last.
+    lead:       before the first call after a marker.
     last:       `close` of the last value; "": as of the others.
-    takes:      what the parser takes off on both sides of a value: "space", one "line" end, or nothing.
+    takes:      what the parser takes off on both sides of a value: "space", one "line" end, or
+                nothing.
     bans:       what would end a call wherever it stands.
     nulls:      whether the parser reads null, in capitals too, from any text.
     reads_json: whether the parser reads JSON from any text.
@@ -40,16 +44,33 @@ class Tags:
     empty: bool = False
 
     def spelled(self, sample: str) -> Tags:
-        """The same tags with space between them as in a template's sample call, and none at `~` where it has another form."""
+        """The same tags with space between them as in a template's sample call, and none at `~`
+        where it has another form.
+        """
         for keys in (list(SAMPLE), sorted(SAMPLE)):
             values = [SAMPLE[key] for key in keys]
-            first, second = (self.key.replace("{key}", key).replace("{type}", "string") for key in keys)
+            first, second = (
+                self.key.replace("{key}", key).replace("{type}", "string") for key in keys
+            )
             begin = self.begin.replace("{name}", SAMPLE_NAME).replace("{index}", "1")
-            parts = [self.lead, begin, first, values[0], self.close, second, values[1], self.close, self.finish]
+            parts = [
+                self.lead,
+                begin,
+                first,
+                values[0],
+                self.close,
+                second,
+                values[1],
+                self.close,
+                self.finish,
+            ]
             space = r"(\n?)" if self.takes == "line" else r"(\s{0,8})"
             slots = [re.findall("[~\n]", part) for part in parts]
             pattern = "".join(
-                space if piece in "~\n" else re.escape(piece) for part in parts for piece in re.split("([~\n])", part) if piece
+                space if piece in "~\n" else re.escape(piece)
+                for part in parts
+                for piece in re.split("([~\n])", part)
+                if piece
             )
             if match := re.search(pattern, sample):
                 found = iter(match.groups())
@@ -63,14 +84,21 @@ class Tags:
                     last=_filled(self.close, spaces[7]),
                     finish=_filled(self.finish, spaces[8]),
                 )
-        plain = {name: getattr(self, name).replace("~", "") for name in ("lead", "begin", "key", "close", "finish")}
+        plain = {
+            name: getattr(self, name).replace("~", "")
+            for name in ("lead", "begin", "key", "close", "finish")
+        }
         return replace(self, **plain)
 
     @property
     def marks(self) -> list[str]:
-        """What must not stand in a value, the closing tag first: beginnings of tags in which their first character comes once."""
+        """What must not stand in a value, the closing tag first: beginnings of tags in which
+        their first character comes once.
+        """
         words = [self.close.strip(), *self.bans]
-        return [word[: again if (again := word.find(word[0], 1)) > 0 else len(word)] for word in words]
+        return [
+            word[: again if (again := word.find(word[0], 1)) > 0 else len(word)] for word in words
+        ]
 
 
 def _filled(part: str, spaces: Sequence[str]) -> str:

@@ -1,1 +1,4 @@
-"""One kernel for the attention of a step, on Metal and CUDA. Knows arrays and numbers, no sequences and no slabs."""
+"""One kernel for the attention of a step, on Metal and CUDA.
+
+Knows arrays and numbers; does not know sequences or slabs.
+"""

@@ -1,4 +1,6 @@
-"""What the text of a kernel depends on, and why some forms of keys and values have no kernel."""
+"""KernelForm: the properties of a layer that determine the source of its kernel, and why some
+layers have no kernel.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SOURCE_ARRAYS = 26
 
 
 class KernelForm(NamedTuple):
-    """Attention as one layer has it.
+    """The attention of one layer.
 
     dtype:       of queries and results, and of keys and values that are not quantised.
     key_dim, value_dim: elements of a row.
@@ -41,28 +43,46 @@ class KernelForm(NamedTuple):
     @property
     def most_sources(self) -> int:
         """Sources that one launch can take."""
-        return SOURCE_ARRAYS // sum(1 if form is None else 3 for form in (self.key_form, self.value_form))
+        return SOURCE_ARRAYS // sum(
+            1 if form is None else 3 for form in (self.key_form, self.value_form)
+        )
 
     def rounded_sources(self, count: int) -> int:
-        """Sources that the text for `count` of them has: 1, 2, 4, 8 or the most, so that few texts are compiled."""
+        """`count` rounded up to 1, 2, 4, 8 or the most sources, so that few kernels are
+        compiled.
+        """
         return min(1 << (count - 1).bit_length(), self.most_sources)
 
     @property
     def name(self) -> str:
-        """Of kernels, different for different forms."""
-        words = [str(self.dtype).rpartition(".")[2], self.key_dim, self.value_dim, self.kv_heads, self.group]
-        quantised = ["full" if form is None else f"{form.bits}by{form.group_size}" for form in (self.key_form, self.value_form)]
+        """A name for kernels, unique for each form."""
+        words = [
+            str(self.dtype).rpartition(".")[2],
+            self.key_dim,
+            self.value_dim,
+            self.kv_heads,
+            self.group,
+        ]
+        quantised = [
+            "full" if form is None else f"{form.bits}by{form.group_size}"
+            for form in (self.key_form, self.value_form)
+        ]
         return "_".join(map(str, words + quantised))
 
     def refusal(self) -> str | None:
-        """Why there is no kernel for this form, in words; None if there is one."""
+        """Why this form has no kernel, in words; None if it has one."""
         if self.dtype not in ELEMENTS:
             return f"{self.dtype} is neither float32, float16 nor bfloat16"
         for dim, form in ((self.key_dim, self.key_form), (self.value_dim, self.value_form)):
             if dim % 8 or not 0 < dim <= MOST_DIM:
-                return f"rows of {dim} elements are not of 8, 16, .. {MOST_DIM}"
-            if form is not None and (form.bits not in (4, 8) or form.group_size not in (32, 64, 128)):
-                return f"{form.bits} bits in groups of {form.group_size}: neither 4 nor 8 bits in groups of 32, 64 or 128"
+                return f"rows of {dim} elements; supported are 8, 16, .. {MOST_DIM}"
+            if form is not None and (
+                form.bits not in (4, 8) or form.group_size not in (32, 64, 128)
+            ):
+                return (
+                    f"{form.bits} bits in groups of {form.group_size}; supported are 4 and 8 bits "
+                    "in groups of 32, 64 or 128"
+                )
             if form is not None and dim % form.group_size:
                 return f"rows of {dim} elements do not divide into groups of {form.group_size}"
         return None

@@ -1,4 +1,6 @@
-"""The texts of the two kernels of a form: constants, attention.h, and the lines that call it on each kind of device."""
+"""The source of the two kernels of a form: constants, attention.h, and the lines that call it on
+each kind of device.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ ATTEND_THREADS, MERGE_THREADS = 128, 32
 
 
 class KernelText(NamedTuple):
-    """One kernel, as mx.fast.metal_kernel() and mx.fast.cuda_kernel() take it.
+    """The source of one kernel, as mx.fast.metal_kernel() and mx.fast.cuda_kernel() take it.
 
-    header:  stands before the function; the same for both.
+    header:  precedes the function; the same for both.
     metal, cuda: the lines inside the function.
     """
 
@@ -30,11 +32,14 @@ class KernelText(NamedTuple):
 
 @cache
 def attend_text(form: KernelForm, queries: int, sources: int) -> KernelText:
-    """The kernel that makes partial sums: `queries` vectors of a simdgroup, items of `sources` sources.
+    """The kernel that computes partial sums: `queries` vectors of a simdgroup, items of `sources`
+    sources.
 
     Inputs are queries, work list and params, and the arrays of each source, keys first.
     """
-    names = [_arrays(kind, number, is_of) for number in range(sources) for kind, is_of in _kinds(form)]
+    names = [
+        _arrays(kind, number, is_of) for number in range(sources) for kind, is_of in _kinds(form)
+    ]
     choose = "\n".join(
         f"    case {number}: keys = ragged::rows_of({', '.join(names[2 * number])}); "
         f"values = ragged::rows_of({', '.join(names[2 * number + 1])}); break;"
@@ -46,7 +51,11 @@ def attend_text(form: KernelForm, queries: int, sources: int) -> KernelText:
         outputs=("sums", "stats"),
         header=_header(form, queries),
         metal=_attend_lines(
-            names, choose, "threadgroup_position_in_grid", "simdgroup_index_in_threadgroup", "thread_index_in_simdgroup"
+            names,
+            choose,
+            "threadgroup_position_in_grid",
+            "simdgroup_index_in_threadgroup",
+            "thread_index_in_simdgroup",
         ),
         cuda=_attend_lines(names, choose, "blockIdx", "threadIdx.x / 32", "threadIdx.x % 32"),
     )
@@ -54,13 +63,18 @@ def attend_text(form: KernelForm, queries: int, sources: int) -> KernelText:
 
 @cache
 def merge_text(form: KernelForm, has_sinks: bool) -> KernelText:
-    """The kernel that makes results of partial sums. Inputs are places, sums, stats, and sinks if there are any."""
+    """The kernel that merges partial sums into results.
+
+    Inputs are places, sums, stats, and sinks if there are any.
+    """
     return KernelText(
         name=f"ragged_merge_{form.name}_{'sinks' if has_sinks else 'plain'}",
         inputs=("places", "sums", "stats", *(["sinks"] if has_sinks else [])),
         outputs=("out",),
         header=_header(form, 1, has_sinks),
-        metal=_merge_lines(form, has_sinks, "threadgroup_position_in_grid.x", "thread_index_in_simdgroup"),
+        metal=_merge_lines(
+            form, has_sinks, "threadgroup_position_in_grid.x", "thread_index_in_simdgroup"
+        ),
         cuda=_merge_lines(form, has_sinks, "blockIdx.x", "threadIdx.x"),
     )
 
@@ -71,11 +85,22 @@ def _kinds(form: KernelForm) -> tuple[tuple[str, Form | None], tuple[str, Form |
 
 def _arrays(kind: str, number: int, form: Form | None) -> list[str]:
     """The names of the arrays that hold the keys or the values of a source."""
-    return [f"{kind}{number}"] if form is None else [f"{kind}{number}{part}" for part in ("_words", "_scales", "_biases")]
+    return (
+        [f"{kind}{number}"]
+        if form is None
+        else [f"{kind}{number}{part}" for part in ("_words", "_scales", "_biases")]
+    )
 
 
-def _attend_lines(names: list[list[str]], choose: str, position: str, simdgroup: str, lane: str) -> str:
-    choice = f"  switch (work[{position}.x * ragged::ITEM_INTS]) {{\n{choose}\n    default: break;\n  }}\n" if choose else ""
+def _attend_lines(
+    names: list[list[str]], choose: str, position: str, simdgroup: str, lane: str
+) -> str:
+    choice = (
+        f"  switch (work[{position}.x * ragged::ITEM_INTS]) {{\n{choose}\n    default: break;\n  "
+        f"}}\n"
+        if choose
+        else ""
+    )
     return (
         "  SHARED float memory[MEMORY];\n"
         f"  ragged::Rows keys = ragged::rows_of({', '.join(names[0])});\n"
@@ -87,7 +112,9 @@ def _attend_lines(names: list[list[str]], choose: str, position: str, simdgroup:
 
 
 def _merge_lines(form: KernelForm, has_sinks: bool, number: str, lane: str) -> str:
-    sink = f"float(sinks[{number} % {form.kv_heads * form.group}]) * LOG2_E" if has_sinks else "LOWEST"
+    sink = (
+        f"float(sinks[{number} % {form.kv_heads * form.group}]) * LOG2_E" if has_sinks else "LOWEST"
+    )
     return f"  ragged::merge(places, sums, stats, {sink}, out, {number}, {lane});\n"
 
 
@@ -105,7 +132,9 @@ def _header(form: KernelForm, queries: int, has_sinks: bool = False) -> str:
     for name, quantised in (("KEY", form.key_form), ("VALUE", form.value_form)):
         constants[f"{name}_BITS"] = form.dtype.size * 8 if quantised is None else quantised.bits
         constants[f"{name}_GROUP_SIZE"] = 8 if quantised is None else quantised.group_size
-    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + "\n" + _body()
+    return (
+        "".join(f"#define {name} {value}\n" for name, value in constants.items()) + "\n" + _body()
+    )
 
 
 @cache

@@ -1,38 +1,34 @@
 """The memory of a pool: for each layer, keys and values in slabs of neighbouring blocks.
 
-Follows the layout of its BlockPool. Knows arrays and positions, no sequences. Owned by the generation thread.
-No view of a slab may outlive the step that made it: a write would copy the whole slab instead of going in place.
+Follows the layout of its BlockPool. Knows arrays and positions, no sequences. Owned by the
+generation thread. No view of a slab may outlive the step that made it: a write would copy the whole
+slab instead of going in place.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
+from .capabilities import Capabilities
 from .decode_policy import DecodePolicy
 from .pool import BlockPool
-from .rows import own_copy
+from .quantised import own_copy
 from .slab import Slab
-
-
-class Evictor(Protocol):
-    """Evicts cached blocks: a prefix cache's Admission."""
-
-    def make_room(self, counts: Mapping[int, int]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer of the model lives: its group, and its index among the layers of the group."""
+    """Where the blocks of a layer are: its group, and its index among the layers of the group."""
 
     group: int
     index: int
@@ -42,32 +38,27 @@ class Place:
 class KVArena:
     """`pool` says which blocks there are; this holds what is in them.
 
-    ragged:       whether the model was attached and its attention reads the slabs where they lie.
-    verifies:     how several next tokens of a sequence are computed in one forward: as rows of a batch, or each sequence alone;
-                  None: not at all.
-    pads_states:  whether prompts of a model with states may be padded: its states leave the padding out.
-    is_stage:     whether the model is a stage of a pipeline: it puts keys back to order what it sends.
+    capabilities: what the model can do with this pool.
     decode:       how decode steps run; `steps` has the last one of each layer group.
     first:        the first leaf that lives in blocks.
     state_bytes:  what states of running sequences and checkpoints may take of `pool_bytes`.
     """
 
-    def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
+    def __init__(
+        self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None
+    ) -> None:
         config = config or PoolConfig()
         self.state_bytes = state_share(spec, pool_bytes, config)
         self._running_bytes = 0
-        # Bytes that finalizers gave back and that are not subtracted yet.
+        # Bytes that finalizers released and that are not subtracted yet.
         self._returned_states: deque[int] = deque()
         self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config)
-        self.ragged = False
-        self.verifies: Literal["rows", "alone"] | None = None
-        self.pads_states = False
-        self.is_stage = False
+        self.capabilities = Capabilities()
         self.decode = DecodePolicy(config.decode_path)
         self.steps: dict[int, Any] = {}
         self.spec = spec
         self.dtype = getattr(mx, self.spec.dtype)
-        self._evictor: weakref.ref[Evictor] | None = None
+        self._evictor: weakref.WeakMethod[Callable[[Mapping[int, int]], None]] | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}
         self._layout = -1
         places = [
@@ -77,8 +68,12 @@ class KVArena:
         ]
         self.places: dict[int, Place] = dict(places)
         self.first = min(self.places, default=0)
-        self.state_leaves = [i for i, leaf in enumerate(spec.leaves) if isinstance(leaf, StateLayer)]
-        self.window_groups = [g for g, group in enumerate(self.spec.groups) if isinstance(group.layer, WindowLayer)]
+        self.state_leaves = [
+            i for i, leaf in enumerate(spec.leaves) if isinstance(leaf, StateLayer)
+        ]
+        self.window_groups = [
+            g for g, group in enumerate(self.spec.groups) if isinstance(group.layer, WindowLayer)
+        ]
         self.full_groups = [g for g in range(len(self.spec.groups)) if g not in self.window_groups]
         self.strides = [blocks.stride for blocks in self.pool.groups]
         self.sync()
@@ -104,45 +99,50 @@ class KVArena:
         self._returned_states.append(n_bytes)
 
     def sync(self) -> None:
-        """Give arrays back and make new ones until they match the pool's layout."""
+        """Free arrays and make new ones until they match the pool's layout."""
         if self._layout == self.pool.layout_version:
             return
-        # Steps hold slabs, whose memory would stay taken.
+        # Steps hold slabs, whose memory would not be freed.
         self.steps.clear()
-        wanted = {(g, i): n for g, blocks in enumerate(self.pool.groups) for i, n in blocks.slabs.items()}
+        wanted = {
+            (g, i): n for g, blocks in enumerate(self.pool.groups) for i, n in blocks.slabs.items()
+        }
         for key in [k for k, slab in self._slabs.items() if wanted.get(k) != slab.blocks]:
             del self._slabs[key]
         mx.clear_cache()
         for (g, i), blocks in wanted.items():
             if (g, i) not in self._slabs:
                 group = self.spec.groups[g]
-                self._slabs[g, i] = Slab(group.layer, len(group.layers), blocks, self.dtype, self.spec.forms(group.layer))
+                self._slabs[g, i] = Slab(
+                    group.layer, len(group.layers), blocks, self.dtype, self.spec.forms(group.layer)
+                )
         self._layout = self.pool.layout_version
 
-    def evict_with(self, evictor: Evictor) -> None:
-        """Let make_room() evict through `evictor` as long as it lives."""
-        self._evictor = weakref.ref(evictor)
+    def evict_with(self, evict_for: Callable[[Mapping[int, int]], None]) -> None:
+        """Let evict_for() call this method as long as its object lives."""
+        self._evictor = weakref.WeakMethod(evict_for)
 
     @contextmanager
     def evicting_nothing(self) -> Iterator[None]:
-        """Within this context make_room() evicts nothing, so that writes take free blocks only."""
+        """Within this context evict_for() evicts nothing, so that writes take free blocks only."""
         evictor, self._evictor = self._evictor, None
         try:
             yield
         finally:
             self._evictor = evictor
 
-    def make_room(self, counts: Mapping[int, int]) -> None:
-        """Have the evictor make room for counts[group] more blocks, if there is one and it can."""
-        evictor = self._evictor() if self._evictor is not None else None
-        if evictor is not None:
-            evictor.make_room(counts)
+    def evict_for(self, counts: Mapping[int, int]) -> None:
+        """Evict what counts[group] more blocks need, if a prefix cache does that."""
+        evict_for = None if self._evictor is None else self._evictor()
+        if evict_for is not None:
+            evict_for(counts)
 
     def check_dtype(self, keys: mx.array) -> None:
         """Raises ValueError for keys of the first layer that the pool cannot hold as they are."""
         if keys.dtype != self.dtype:
             raise ValueError(
-                f"The model computes keys in {keys.dtype} and this pool holds {self.dtype}: the model's type was changed after "
+                f"The model computes keys in {keys.dtype} and this pool holds {self.dtype}: the "
+                "model's type was changed after "
                 "the pool was opened. Open a pool for the model as it is now."
             )
 
@@ -153,10 +153,14 @@ class KVArena:
         return self._slabs[group, index], position * BLOCK_TOKENS
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        """Copy one block in all layers of its group. Waits: a lazy copy, or a step in flight, would be a reader of the slab."""
+        """Copy one block in all layers of its group.
+
+        Waits: a lazy copy, or a step in flight, would be a reader of the slab.
+        """
         mx.synchronize()
         slab, start = self.locate(group, source)
-        # mlx takes what fills an array instead of copying it, both times: two slabs of one block would share a buffer.
+        # mlx takes what fills an array instead of copying it, both times: two slabs of one block
+        # would share a buffer.
         copied = own_copy if slab.blocks == 1 else mx.contiguous
         copies = [copied(array[:, :, start : start + BLOCK_TOKENS]) for array in slab.arrays()]
         mx.eval(copies)
@@ -169,15 +173,23 @@ class KVArena:
 
 
 def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> int:
-    """Bytes for states: all where nothing lives in blocks, else a quarter, or more where that would not hold a few.
+    """Bytes for states: all where nothing lives in blocks, else a quarter, or more where that would
+    not hold a few.
 
     Raises PoolExhaustedError if they would not hold those of one sequence.
     """
     own = spec.fixed_bytes_per_agent()
-    share = max(pool_bytes // 4, min(pool_bytes // 2, config.states * own)) if spec.groups else pool_bytes
+    share = (
+        max(pool_bytes // 4, min(pool_bytes // 2, config.states * own))
+        if spec.groups
+        else pool_bytes
+    )
     if config.state_bytes is not None:
         share = min(config.state_bytes, pool_bytes)
     if own > share:
-        hint = f"The states of one sequence take {own} bytes, and {share} of {pool_bytes} are theirs. Raise --pool-bytes."
+        hint = (
+            f"The states of one sequence take {own} bytes, and {share} of {pool_bytes} are "
+            "theirs. Raise --pool-bytes."
+        )
         raise PoolExhaustedError(1, 0, 0, spec.model_id, hint)
     return share if own else 0

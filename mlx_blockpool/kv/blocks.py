@@ -1,30 +1,29 @@
-"""The blocks of one layer group: the state of each, the free ones as runs of neighbours, and the tables of sequences.
+"""The blocks of one layer group: the state of each, the free ones as runs of neighbours, and the
+tables of sequences.
 
-Ids are slab_index * stride + position; a run never crosses from one slab into the next. Knows no budget and no other group.
+Ids are slab_index * stride + position; a run never crosses from one slab into the next. Knows no
+budget and no other group.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from zlib import crc32
 
 from ..spec import LayerGroup
 
-# What a block is to evict(), which takes the surplus ones first. FIXED blocks are held or pinned.
-FREE, SURPLUS, EVICTABLE, FIXED = range(4)
+# The uses of a block. DEMOTED and EVICTABLE blocks can be evicted; FIXED blocks are held or pinned.
+FREE, DEMOTED, EVICTABLE, FIXED = range(4)
 
 
 class FreeRuns:
-    """Disjoint free runs [start, end), none touching another. `count` blocks, `in_slab[index]` of them in each slab."""
+    """Disjoint free runs [start, end) of `count` blocks, none touching another."""
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
-        self.in_slab: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._starts: dict[int, int] = {}
         self.count = 0
@@ -32,18 +31,17 @@ class FreeRuns:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(sorted(self._ends.items()))
 
-    def __contains__(self, block: int) -> bool:
-        return any(start <= block < end for start, end in self._ends.items())
-
     @property
     def longest(self) -> int:
         return max((end - start for start, end in self._ends.items()), default=0)
 
+    def is_run(self, start: int, end: int) -> bool:
+        """Return whether [start, end) is a whole run."""
+        return self._ends.get(start) == end
+
     def add(self, start: int, end: int) -> None:
         """Make [start, end) of one slab free; it joins its neighbours there."""
         self.count += end - start
-        slab = start // self.stride
-        self.in_slab[slab] = self.in_slab.get(slab, 0) + end - start
         if start % self.stride and start in self._starts:
             start = self._pop(self._starts[start])[0]
         if end % self.stride and end in self._ends:
@@ -51,23 +49,25 @@ class FreeRuns:
         self._put(start, end)
 
     def remove(self, start: int, end: int) -> None:
-        """Take the whole run [start, end) away: its slab is given back."""
-        assert self._ends.get(start) == end, f"[{start}, {end}) is not one free run: {self._ends}"
+        """Remove the whole run [start, end), a slab."""
+        assert self.is_run(start, end), f"[{start}, {end}) is not one free run: {self._ends}"
         self._pop(start)
         self.count -= end - start
-        del self.in_slab[start // self.stride]
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """`count` ids: those right after the block `after` where they are free, else where there is most room to grow."""
+        """`count` ids: those right after the block `after` if they are free, else in the longest
+        runs.
+        """
         assert count <= self.count, f"{count} wanted > {self.count} free"
         ids: list[int] = []
         if after is not None and (after + 1) % self.stride and after + 1 in self._ends:
             ids += self._cut(after + 1, after + 1, count)
         while len(ids) < count:
             start = max(self._ends, key=lambda s: (self._ends[s] - s, -s))
-            room = self._ends[start] - start - (count - len(ids))
-            # A run that starts after a block in use leaves that neighbour half of the room.
-            begin = start + room // 2 if room > 0 and start % self.stride else start
+            spare = self._ends[start] - start - (count - len(ids))
+            # After a block in use, half of the spare blocks stay free, so that the sequence before
+            # can be extended in place.
+            begin = start + spare // 2 if spare > 0 and start % self.stride else start
             ids += self._cut(start, begin, count - len(ids))
         return ids
 
@@ -79,7 +79,6 @@ class FreeRuns:
         if stop < end:
             self._put(stop, end)
         self.count -= stop - begin
-        self.in_slab[begin // self.stride] -= stop - begin
         return list(range(begin, stop))
 
     def _put(self, start: int, end: int) -> None:
@@ -93,37 +92,28 @@ class FreeRuns:
 
 
 @dataclass(slots=True)
-class Block:
-    """One block of 256 tokens.
+class BlockRefs:
+    """What refers to one block of 256 tokens.
 
     ref_count:     block tables that hold it.
     cached_refs:   trie entries that point at it.
     cached_tokens: leading tokens that they may read; a write below needs a copy.
-    pins:          while there are any, evict() skips it.
-    surplus:       evict() takes it before any that is not: what it holds is unlikely to be read again.
+    pins:          while there are any, it is not evicted.
 
-    A block is free when it is neither held nor cached, and evictable when it is cached and not held.
+    A block is free when it is neither held nor cached, and evictable when it is cached and not
+    held.
     """
 
     ref_count: int = 0
     cached_refs: int = 0
     cached_tokens: int = 0
     pins: int = 0
-    surplus: bool = False
-
-    @property
-    def use(self) -> int:
-        """FREE, SURPLUS, EVICTABLE or FIXED."""
-        if self.ref_count or self.pins:
-            return FIXED
-        if not self.cached_refs:
-            return FREE
-        return SURPLUS if self.surplus else EVICTABLE
 
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """Blocks of one layer group; free + held + evictable = total. `reserved` of the free ones are set aside for tables.
+    """Blocks of one layer group; free + held + evictable = total. `reserved` of the free ones are
+    set aside for tables.
 
     evicted, copied: how many have been evicted, and replaced by copies before a write, until now.
     """
@@ -145,26 +135,30 @@ class GroupBlocks:
 
     stride:       the most blocks that a slab can have; `slab_blocks`: those of an ordinary one.
     slabs:        slab index -> blocks in it.
-    evictable:    the cached blocks that no table holds, pinned ones included; the least recently used first.
-    surplus:      those of them that are surplus, the one that became it first.
-    victims:      of each slab, how many of its blocks are SURPLUS and EVICTABLE.
+    evictable:    the cached blocks that no table holds, pinned ones included; the least recently
+                  used first.
+    demoted:      those of them that are evicted before the others, the first demoted first: they
+                  are unlikely to be read again.
+    pinned:       the blocks that have pins.
     reserved:     how many free blocks tables have reserved.
     share_epoch:  counts what may have made a block shared.
     num_evicted, num_copied: as in BlockCounts.
     """
 
-    def __init__(self, index: int, group: LayerGroup, bytes_per_block: int, stride: int, slab_blocks: int) -> None:
+    def __init__(
+        self, index: int, group: LayerGroup, bytes_per_block: int, stride: int, slab_blocks: int
+    ) -> None:
         self.index = index
         self.group = group
         self.bytes_per_block = bytes_per_block
         self.stride = stride
         self.slab_blocks = slab_blocks
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, BlockRefs] = {}
         self.free = FreeRuns(stride)
         self.evictable: OrderedDict[int, None] = OrderedDict()
-        self.surplus: OrderedDict[int, None] = OrderedDict()
+        self.demoted: OrderedDict[int, None] = OrderedDict()
+        self.pinned: set[int] = set()
         self.slabs: dict[int, int] = {}
-        self.victims: dict[int, list[int]] = {}
         self.reserved = 0
         self.share_epoch = self.num_evicted = self.num_copied = 0
 
@@ -178,25 +172,31 @@ class GroupBlocks:
         return 1.0 - self.free.longest / self.free.count if self.free.count else 0.0
 
     def counts(self) -> BlockCounts:
-        pinned = sum(1 for b in list(self.blocks.values()) if b.pins)
         held = len(self.blocks) - self.free.count - len(self.evictable)
-        figures = len(self.blocks), self.free.count, held, len(self.evictable), pinned, self.reserved
-        return BlockCounts(self.group.name, *figures, self.bytes_per_block, self.num_evicted, self.num_copied)
+        figures = (
+            len(self.blocks),
+            self.free.count,
+            held,
+            len(self.evictable),
+            len(self.pinned),
+            self.reserved,
+        )
+        return BlockCounts(
+            self.group.name, *figures, self.bytes_per_block, self.num_evicted, self.num_copied
+        )
 
-    # -- slabs ---------------------------------------------------------------------------------------------------------
+    # -- slabs -------------------------------------------------------------------------------------
 
     def add_slab(self, blocks: int) -> None:
         index = next(i for i in range(len(self.slabs) + 1) if i not in self.slabs)
         self.slabs[index] = blocks
         start = index * self.stride
-        self.blocks.update((block, Block()) for block in range(start, start + blocks))
-        self.victims[index] = [0, 0]
+        self.blocks.update((block, BlockRefs()) for block in range(start, start + blocks))
         self.free.add(start, start + blocks)
 
     def drop_slab(self, index: int) -> None:
         start = index * self.stride
         end = start + self.slabs.pop(index)
-        del self.victims[index]
         self.free.remove(start, end)
         for block in range(start, end):
             del self.blocks[block]
@@ -205,31 +205,35 @@ class GroupBlocks:
         start = index * self.stride
         return range(start, start + self.slabs[index])
 
-    def can_drop(self, index: int, evicting: int) -> bool:
-        """Return whether a slab can be given back: no block in it is more than `evicting` (FREE, SURPLUS, EVICTABLE)."""
-        return self.slabs[index] == self.free.in_slab[index] + sum(self.victims[index][:evicting])
+    def use(self, i: int) -> int:
+        """FREE, DEMOTED, EVICTABLE or FIXED."""
+        block = self.blocks[i]
+        if block.ref_count or block.pins:
+            return FIXED
+        if not block.cached_refs:
+            return FREE
+        return DEMOTED if i in self.demoted else EVICTABLE
 
-    # -- references ----------------------------------------------------------------------------------------------------
+    def can_drop(self, index: int, evicting: int) -> bool:
+        """Return whether a slab can be released: no block in it is more than `evicting` (FREE,
+        DEMOTED, EVICTABLE).
+        """
+        ids = self.slab_ids(index)
+        return self.free.is_run(ids.start, ids.stop) or (
+            evicting > FREE and all(self.use(i) <= evicting for i in ids)
+        )
+
+    # -- references --------------------------------------------------------------------------------
 
     def hold(self, ids: Iterable[int]) -> None:
-        """One reference more each. What is read again is no surplus any more."""
-        blocks, cached = self.blocks, self.evictable
-        surplus: list[int] = []
-        evictable: list[int] = []
+        """One reference more each. A demoted block that is read again is not demoted any longer."""
+        blocks, evictable, demoted = self.blocks, self.evictable, self.demoted
         for i in ids:
             block = blocks[i]
-            if block.ref_count:
-                block.ref_count += 1
-                continue
-            block.ref_count = 1
-            del cached[i]
-            if not block.pins:
-                (surplus if block.surplus else evictable).append(i)
-            if block.surplus:
-                block.surplus = False
-                del self.surplus[i]
-        self._count(surplus, SURPLUS, -1)
-        self._count(evictable, EVICTABLE, -1)
+            if not block.ref_count:
+                del evictable[i]
+                demoted.pop(i, None)
+            block.ref_count += 1
         self.share_epoch += 1
 
     def take(self, count: int, after: int | None) -> list[int]:
@@ -242,23 +246,24 @@ class GroupBlocks:
 
     def release(self, ids: Iterable[int]) -> None:
         """Drop one reference each; the last one released is the most recently used."""
-        blocks, cached = self.blocks, self.evictable
-        evictable: list[int] = []
-        # A run [start, end) of blocks to make free, which grows downwards: tables are released from their ends.
+        blocks = self.blocks
+        # A run [start, end) of blocks to make free, which grows downwards: tables are released from
+        # their ends.
         start = end = 0
         for i in ids:
             block = blocks[i]
             if left := block.ref_count - 1:
-                assert left > 0, f"block {i} of {self.group.name} released with ref_count {block.ref_count}"
+                assert left > 0, (
+                    f"block {i} of {self.group.name} released with ref_count {block.ref_count}"
+                )
                 block.ref_count = left
                 continue
             block.ref_count = 0
             if block.cached_refs:
-                cached[i] = None
-                if not block.pins:
-                    evictable.append(i)
+                self.evictable[i] = None
                 continue
-            block.pins = 0
+            if block.pins:
+                self.pin(i, -block.pins)
             if i + 1 != start or not start % self.stride:
                 if start < end:
                     self.free.add(start, end)
@@ -266,12 +271,13 @@ class GroupBlocks:
             start = i
         if start < end:
             self.free.add(start, end)
-        self._count(evictable, EVICTABLE, 1)
 
     def cache(self, i: int, tokens: int) -> None:
         """A trie entry may read the first `tokens` tokens of a held block from now on."""
         block = self.blocks[i]
-        assert block.ref_count > 0 or block.cached_refs > 0, f"block {i} of {self.group.name} is free and cannot be cached"
+        assert block.ref_count > 0 or block.cached_refs > 0, (
+            f"block {i} of {self.group.name} is free and cannot be cached"
+        )
         self.share_epoch += 1
         block.cached_refs += 1
         block.cached_tokens = max(block.cached_tokens, tokens)
@@ -283,115 +289,89 @@ class GroupBlocks:
         if block.cached_refs > 1:
             block.cached_refs -= 1
             return
-        self._count([i], block.use, -1)
-        block.cached_refs = block.cached_tokens = block.pins = 0
-        block.surplus = False
+        block.cached_refs = block.cached_tokens = 0
+        self.pin(i, -block.pins)
         if block.ref_count == 0:
             del self.evictable[i]
-            self.surplus.pop(i, None)
+            self.demoted.pop(i, None)
             self.free.add(i, i + 1)
 
     def touch(self, i: int) -> None:
-        """Make an evictable block the most recently used one, and no surplus any more."""
-        block = self.blocks[i]
-        before = block.use
-        block.surplus = False
-        self.surplus.pop(i, None)
+        """Make an evictable block the most recently used one, and not demoted any longer."""
+        self.demoted.pop(i, None)
         if i in self.evictable:
             self.evictable.move_to_end(i)
-        self._recount(i, before)
 
     def demote(self, i: int) -> None:
-        """Make an evictable block surplus until it is used again: it is evicted before all that are not."""
+        """Have an evictable block evicted before those that are not demoted, until it is used
+        again.
+        """
         if i in self.evictable:
-            block = self.blocks[i]
-            before = block.use
-            block.surplus = True
-            self.surplus[i] = None
-            self._recount(i, before)
+            self.demoted[i] = None
 
     def pin(self, i: int, change: int) -> None:
         """`change` pins more, or fewer."""
         block = self.blocks[i]
-        before = block.use
         block.pins = max(0, block.pins + change)
-        self._recount(i, before)
+        if block.pins:
+            self.pinned.add(i)
+        else:
+            self.pinned.discard(i)
 
-    def _recount(self, i: int, before: int) -> None:
-        """Count a block whose use was `before`."""
-        self._count([i], before, -1)
-        self._count([i], self.blocks[i].use, 1)
+    # -- eviction ----------------------------------------------------------------------------------
 
-    def _count(self, ids: list[int], use: int, change: int) -> None:
-        """Count blocks that became SURPLUS or EVICTABLE (`change` 1), or are no longer (-1); other uses are not counted."""
-        if use not in (SURPLUS, EVICTABLE):
-            return
-        # Tables have their blocks in order, or nearly so: sorting takes less than a look at every block.
-        ids.sort()
-        begin = 0
-        while begin < len(ids):
-            index = ids[begin] // self.stride
-            end = bisect_left(ids, (index + 1) * self.stride, begin)
-            self.victims[index][use - 1] += change * (end - begin)
-            begin = end
+    def num_evictable(self) -> int:
+        """How many blocks are DEMOTED or EVICTABLE."""
+        return len(self.evictable) - len(self.evictable.keys() & self.pinned)
 
-    # -- eviction ------------------------------------------------------------------------------------------------------
-
-    def eviction_order(self) -> Iterator[int]:
-        """The blocks that evict() would free, in order: surplus ones, then other evictable ones; none that is pinned."""
-        others = (i for i in self.evictable if not self.blocks[i].surplus)
-        return (i for i in chain(self.surplus, others) if not self.blocks[i].pins)
-
-    @property
-    def num_surplus(self) -> int:
-        """How many blocks of eviction_order() are surplus."""
-        return sum(surplus for surplus, _ in self.victims.values())
-
-    @property
-    def num_victims(self) -> int:
-        """The length of eviction_order()."""
-        return sum(map(sum, self.victims.values()))
-
-    def evict(self, count: int) -> list[tuple[int, int]]:
-        """Free the first `count` blocks of eviction_order(), fewer if there are fewer. Returns (group, block) of each."""
-        return [self._evict(i) for i in list(islice(self.eviction_order(), max(0, count)))]
-
-    def evict_slab(self, index: int) -> list[tuple[int, int]]:
-        """Free the cached blocks of a slab that nobody holds or pins."""
-        return [self._evict(i) for i in self.slab_ids(index) if self.blocks[i].cached_refs]
-
-    def _evict(self, i: int) -> tuple[int, int]:
-        self.num_evicted += 1
-        self.blocks[i].cached_refs = 1
-        self.uncache(i)
-        return self.index, i
+    def evict(self, ids: Iterable[int]) -> list[tuple[int, int]]:
+        """Free these DEMOTED or EVICTABLE blocks. Returns (group, block) of each."""
+        evicted = list(ids)
+        for i in evicted:
+            self.num_evicted += 1
+            self.blocks[i].cached_refs = 1
+            self.uncache(i)
+        return [(self.index, i) for i in evicted]
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """The invariant, given every live table of the group. Raises AssertionError with the figures."""
+        """The invariant, given every live table of the group.
+
+        Raises AssertionError with the figures.
+        """
         name, tables = self.group.name, list(tables)
         refs = Counter(block for table in tables for block in table.ids)
         free = {i for start, end in self.free for i in range(start, end)}
-        assert len(free) == self.free.count, f"{name}: {len(free)} blocks in free runs != {self.free.count} counted"
+        assert len(free) == self.free.count, (
+            f"{name}: {len(free)} blocks in free runs != {self.free.count} counted"
+        )
         for i, state in self.blocks.items():
-            assert state.ref_count == refs[i], f"{name} block {i}: ref_count {state.ref_count} != {refs[i]} tables"
+            assert state.ref_count == refs[i], (
+                f"{name} block {i}: ref_count {state.ref_count} != {refs[i]} tables"
+            )
             is_held, is_cached = state.ref_count > 0, state.cached_refs > 0
-            assert (i in free) == (not is_held and not is_cached), f"{name} block {i}: free={i in free}, {state}"
-            assert (i in self.evictable) == (not is_held and is_cached), f"{name} block {i}: {state}"
-        for index in self.slabs:
-            found = Counter(self.blocks[i].use for i in self.slab_ids(index))
-            counted = [self.free.in_slab[index], *self.victims[index]]
-            assert [found[use] for use in (FREE, SURPLUS, EVICTABLE)] == counted, f"{name} slab {index}: {counted} != {found}"
-        surplus = {i for i in self.evictable if self.blocks[i].surplus}
-        assert surplus == set(self.surplus), f"{name}: {len(surplus)} surplus blocks != {len(self.surplus)} to go first"
+            assert (i in free) == (not is_held and not is_cached), (
+                f"{name} block {i}: free={i in free}, {state}"
+            )
+            assert (i in self.evictable) == (not is_held and is_cached), (
+                f"{name} block {i}: {state}"
+            )
+        pinned = {i for i, state in self.blocks.items() if state.pins}
+        assert self.pinned == pinned, f"{name}: {self.pinned} pinned != {pinned} with pins"
+        demoted = set(self.demoted) - set(self.evictable)
+        assert not demoted, f"{name}: demoted blocks {demoted} are not evictable"
         reserved = sum(t.reserved for t in tables)
-        assert self.reserved == reserved, f"{name}: {self.reserved} reserved != {reserved} in tables"
+        assert self.reserved == reserved, (
+            f"{name}: {self.reserved} reserved != {reserved} in tables"
+        )
         assert self.available >= 0, f"{name}: {self.free.count} free < {self.reserved} reserved"
 
 
 class BlockTable:
-    """ids[i] holds the tokens [256 * i, 256 * (i + 1)) of the sequence, or of its ring where the group is a window.
+    """ids[i] holds the tokens [256 * i, 256 * (i + 1)) of the sequence, or of its ring where the
+    group is a window.
 
-    `reserved` free blocks are set aside for this table; `capacity` is the most that it has ever held and reserved together.
+    `reserved` free blocks are set aside for this table; `capacity` is the most that it has ever
+    held and reserved together.
     """
 
     def __init__(self, group: int, stride: int, max_blocks: int | None) -> None:
@@ -425,7 +405,9 @@ class BlockTable:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """(first id, blocks) of each stretch of neighbouring blocks in one slab, in order of the sequence."""
+        """(first id, blocks) of each stretch of neighbouring blocks in one slab, in order of the
+        sequence.
+        """
         if self._runs is None:
             runs: list[tuple[int, int]] = []
             for block in self.ids:

@@ -1,13 +1,14 @@
-"""PooledKVCache and PooledRotatingKVCache: stand in for mlx-lm's KVCache and RotatingKVCache, keys and values in blocks.
+"""PooledKVCache and PooledRotatingKVCache: stand in for mlx-lm's KVCache and RotatingKVCache, keys
+and values in blocks.
 
-A layer cache knows its place in the pool and where it is in its sequence. It does not know prefixes or requests.
-Owned by the generation thread.
+A layer cache knows its place in the pool and where it is in its sequence. It does not know prefixes
+or requests. Owned by the generation thread.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,27 +17,42 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from ..mlx_lm_compat import saved_as
-from ..spec import WindowLayer
-from .rows import Quantised, Rows, View, dense, each, in_form, joined, tokens
-from .runs import attend_quantised, attend_runs
-from .saved_state import GatheredState, taken
-from .sequence import SequenceBlocks, SequenceCache, join
-from .shards import handle, put_back
+from ..spec import Form, WindowLayer
+from .attention import attend_quantised, attend_runs
+from .batch_cache import PooledBatchCache, need_one_form
+from .quantised import (
+    Quantised,
+    Rows,
+    View,
+    arrays_of,
+    as_rows,
+    columns,
+    dense,
+    each,
+    in_form,
+    joined,
+    own_copies,
+    tokens,
+)
+from .sequence import SequenceBlocks, join
+from .shards import placeholder_keys, send_now
+from .step import Member
 
 UNQUANTISED = (None, None)
 
 
-class PooledLayer(SequenceCache):
-    """What all layer caches have in common. Subclasses say where tokens go (write) and how many places are read (size).
+class PooledLayer(Member):
+    """What all layer caches have in common. Subclasses say where tokens go (write) and how many
+    places are read (size).
 
-    forms:         how its blocks hold keys and values; None: as the model computes them.
+    forms:         how its blocks hold keys and values, each None where they are as the model
+                   computes them.
     first_held:    tokens before it are in no block: the state that was assigned lacks them.
-    _attended:     what the last tokens attended to, if that is more than is held: layers that share this cache read it in the
-                   same pass.
+    _attended:     what the last tokens attended to, if that is more than is held: layers that share
+                   this cache read it in the same pass.
     _stock_batch:  mlx-lm's class of a batch.
     """
 
-    offset: int
     first_held = 0
     _attended: View | None = None
     _stock_batch: Any
@@ -55,7 +71,9 @@ class PooledLayer(SequenceCache):
         return copy
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
-        """Append keys and values [1, kv_heads, n, dim]; returns those that these n tokens attend to."""
+        """Append keys and values [1, kv_heads, n, dim]; returns those that these n tokens attend
+        to.
+        """
         if keys.shape[0] != 1:
             raise ValueError(
                 f"A pooled cache holds one sequence and was given a batch of {keys.shape[0]}. "
@@ -65,29 +83,17 @@ class PooledLayer(SequenceCache):
         return self.keys_and_values()
 
     def write(self, keys: mx.array, values: mx.array) -> None:
-        """The first half of update_and_fetch: no view of a slab is left behind."""
+        """The first half of update_and_fetch(): makes no view of a slab."""
         arena = self.sequence.arena
         if self.layer == arena.first:
             arena.check_dtype(keys)
-            if keys.shape[2] > 1 or arena.decode.synchronous:
+            if keys.shape[2] > 1 or arena.capabilities.synchronous:
                 # A decode step in flight still reads the slabs; writing now would copy them.
                 mx.synchronize()
         self._write(keys, values)
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
         raise NotImplementedError
-
-    def next_place(self) -> int:
-        """Where in its table the next token goes, in tokens."""
-        raise NotImplementedError
-
-    def next_size(self) -> int:
-        """Places that are read once the next token is there."""
-        raise NotImplementedError
-
-    def advance(self) -> None:
-        """The next token was written at next_place(), by the batch."""
-        self.offset += 1
 
     def next_places(self, count: int) -> tuple[int, int]:
         """Where in its table the next tokens go: within [start, end)."""
@@ -99,22 +105,31 @@ class PooledLayer(SequenceCache):
         return self.sequence.missing_blocks(self.place.group, *self.next_places(count))
 
     def trim(self, n: int) -> int:
-        """Take back the last `n` tokens, fewer where it holds fewer. Returns how many; whole blocks go back to the pool."""
+        """Remove the last `n` tokens, or all if there are fewer.
+
+        Returns how many; whole blocks return to the pool.
+        """
         n = int(super().trim(n))  # type: ignore[misc]
         self.sequence.cut(self.place.group, self.size())
         return n
 
-    def attend(self, queries: mx.array, keys: Rows, values: Rows, scale: float, mask: Any, sinks: Any) -> mx.array:
-        """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch returned."""
+    def attend(
+        self, queries: mx.array, keys: Rows, values: Rows, scale: float, mask: Any, sinks: Any
+    ) -> mx.array:
+        """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch
+        returned.
+        """
         quantised = isinstance(keys, Quantised) or isinstance(values, Quantised)
         if quantised or (queries.shape[2] == 1 and mask is None):
             in_runs = len(self.sequence.slab_runs(self.place.group, self.size())) > 1
-            views = self.attended() if in_runs else [(keys, values)]
+            views: list[View] = self.attended() if in_runs else [(keys, values)]
             if quantised:
                 return attend_quantised(queries, views, scale, mask, sinks)
             if in_runs:
                 return attend_runs(queries, views, scale, sinks)
-        out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
+        out: mx.array = scaled_dot_product_attention(
+            queries, keys, values, None, scale=scale, mask=mask, sinks=sinks
+        )
         return out
 
     def views(self) -> list[View]:
@@ -130,32 +145,41 @@ class PooledLayer(SequenceCache):
 
     @property
     def keys(self) -> Any:
-        if self.sequence.arena.is_stage and _is_put_back(sys._getframe(1)):
-            return handle()
+        """As mlx-lm's class has them. To write keys and values, assign `state`.
+
+        Models assign keys and values that they have read, which orders what mlx evaluates. Such an
+        assignment writes nothing.
+        """
+        if self.sequence.arena.capabilities.is_stage and _is_model(sys._getframe(1)):
+            return placeholder_keys()
         return None if self.empty() else self._saved(join(self.views())[0])
 
     @keys.setter
-    def keys(self, keys: Any) -> None:
-        if not _is_put_back(sys._getframe(1)):
-            self._assign(keys, None if self.empty() else join(self.views())[1])
-        elif self.sequence.arena.is_stage:
-            put_back(keys)
+    def keys(self, given: Any) -> None:
+        if not _is_model(sys._getframe(1)):
+            self._assign(given, None if self.empty() else join(self.views())[1])
+        elif self.sequence.arena.capabilities.is_stage:
+            send_now(given)
 
     @property
     def values(self) -> Any:
         return None if self.empty() else self._saved(join(self.views())[1])
 
     @values.setter
-    def values(self, values: Any) -> None:
-        if not _is_put_back(sys._getframe(1)):
-            self._assign(None if self.empty() else join(self.views())[0], values)
+    def values(self, given: Any) -> None:
+        if not _is_model(sys._getframe(1)):
+            self._assign(None if self.empty() else join(self.views())[0], given)
 
     def _assign(self, keys: Any, values: Any) -> None:
-        """Write keys and values over those of all tokens that are read."""
+        """Write keys and values over those of all tokens that are read.
+
+        Raises ValueError if the cache is empty.
+        """
         self._attended = None
         if keys is None or values is None:
             raise ValueError(
-                "This pooled cache is empty: keys and values that are assigned one after the other have no place in it yet. "
+                "This pooled cache is empty: keys and values that are assigned one after the "
+                "other have no place in it yet. "
                 "Assign its `state`, or call mlx_blockpool.from_stock()."
             )
         keys = self._rows(keys)
@@ -164,20 +188,20 @@ class PooledLayer(SequenceCache):
     def _write_over(self, keys: Any, values: Any, size: int, start: int = 0) -> None:
         """Write the first `size` tokens of given keys and values at token `start` of the table.
 
-        Arrays are quantised if the blocks are; words stay as they are. Raises ValueError if they do not fit.
+        Arrays are quantised if the blocks are; words stay as they are. Raises ValueError if they do
+        not fit.
         """
         layer, dtype = self.place.layer, self.sequence.arena.dtype
         shapes = [(1, layer.kv_heads, size, dim) for dim in (layer.key_dim, layer.value_dim)]
         rows = [
             taken(name, self._rows(given), shape, dtype, form)
-            for name, given, shape, form in zip(("keys", "values"), (keys, values), shapes, self.forms, strict=True)
+            for name, given, shape, form in zip(
+                ("keys", "values"), (keys, values), shapes, self.forms, strict=True
+            )
         ]
         # A step in flight may read the blocks: writing now would have the slab copied.
         mx.synchronize()
         self.sequence.write(self.place, start, *rows)
-
-    def size(self) -> int:
-        raise NotImplementedError
 
     def empty(self) -> bool:
         return self.offset == 0
@@ -190,7 +214,8 @@ class PooledLayer(SequenceCache):
 
     @classmethod
     def merge(cls, caches: list[Any]) -> Any:
-        """One batch cache of several sequences, which stay as they are: the batch continues in forks of them.
+        """One batch cache of several sequences, which stay as they are: the batch continues in
+        forks of them.
 
         Ragged where the model was attached and all are pooled, else mlx-lm's padded one.
         """
@@ -198,53 +223,65 @@ class PooledLayer(SequenceCache):
             return cls._stock_batch.merge(caches)
         forks = [c.fork() for c in caches]
         for cache, fork in zip(caches, forks, strict=True):
-            # Only the batch continues: it gets the room that was reserved for that.
+            # Only the batch continues: it gets the blocks that were reserved for that.
             cache.sequence.hand_over(cache.place.group, fork.sequence)
         return cls.join(forks)
 
     @classmethod
     def join(cls, caches: list[Any]) -> Any:
-        """merge() of caches that their owner gives up: the batch continues in them and copies nothing."""
-        from .batch_cache import PooledBatchCache
-
-        return PooledBatchCache(caches) if cls._is_ragged(caches) else cls._stock_batch.merge(caches)
+        """merge() of caches whose owner no longer uses them: the batch continues in them and
+        copies nothing.
+        """
+        return (
+            PooledBatchCache(caches) if cls._is_ragged(caches) else cls._stock_batch.merge(caches)
+        )
 
     @classmethod
     def _is_ragged(cls, caches: list[Any]) -> bool:
         wrong = next((c for c in caches if not isinstance(c, cls._stock)), None)
         if wrong is not None:
-            raise ValueError(f"A batch of {cls._stock.__name__}s cannot take in a {type(wrong).__name__}.")
+            raise ValueError(
+                f"A batch of {cls._stock.__name__}s cannot hold a {type(wrong).__name__}."
+            )
         pooled = [c for c in caches if isinstance(c, PooledLayer)]
         for cache in pooled:
             # mlx-lm's batch never reads an empty cache, whose blocks may have been released.
             cache.sequence.need_blocks()
-        ragged = len(pooled) == len(caches) and all(cache.sequence.arena.ragged for cache in pooled)
+        ragged = len(pooled) == len(caches) and all(
+            cache.sequence.arena.capabilities.ragged for cache in pooled
+        )
         need_one_form(pooled)
         if not ragged and any(cache.forms != UNQUANTISED for cache in pooled):
             raise ValueError(
-                "A padded batch of mlx-lm's cannot hold quantised keys and values. Attach the model, as open_pool() does, and "
+                "A padded batch of mlx-lm's cannot hold quantised keys and values. Attach the "
+                "model, as open_pool() does, and "
                 "make the caches of all sequences with mlx_blockpool.make_prompt_cache()."
             )
         return ragged
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """In a pool of these bits the cache itself, in one without any what mlx-lm's class makes; else raises ValueError."""
+        """In a pool of these bits the cache itself, in one without any what mlx-lm's class
+        makes; else raises ValueError.
+        """
         own = self.sequence.arena.spec.bits
         if own is None:
             return super().to_quantized(group_size=group_size, bits=bits)  # type: ignore[misc]
         if (own.keys, own.values, own.group_size) != (bits, bits, group_size):
             raise ValueError(
-                f"Keys are in {own.keys or 16} bits here and values in {own.values or 16}, in groups of {own.group_size}. For "
-                f"{bits} bits in groups of {group_size} open a pool with PoolConfig(bits=KVBits({bits}, {bits}, {group_size}))."
+                f"Keys are in {own.keys or 16} bits here and values in {own.values or 16}, in "
+                f"groups of {own.group_size}. For "
+                f"{bits} bits in groups of {group_size} open a pool with "
+                f"PoolConfig(bits=KVBits({bits}, {bits}, {group_size}))."
             )
         return self
 
     @property
     def state(self) -> Any:
-        """(keys, values, offset, ..) as mlx-lm's class has them; dequantised if that class cannot hold words.
+        """(keys, values, offset, ..) as mlx-lm's class has them; dequantised if that class cannot
+        hold words.
 
-        Keys and values in several runs are gathered, and quantised ones dequantised, when they are read. Reading a state ends a
-        pass.
+        Keys and values in several runs are gathered, and quantised ones dequantised, when they are
+        read. Reading a state ends a pass.
         """
         self._attended = None
         if self.empty() or (len(self.views()) == 1 and self.forms == UNQUANTISED):
@@ -256,7 +293,9 @@ class PooledLayer(SequenceCache):
         self._take(*state)
 
     def held(self) -> tuple[Any, ...]:
-        """The state with keys and values as the blocks hold them: another cache of the same forms takes them as they are."""
+        """The state with keys and values as the blocks hold them: another cache of the same
+        forms takes them as they are.
+        """
         self._attended = None
         self.sequence.need_blocks()
         keys, values = (None, None) if self.empty() else self.keys_and_values()
@@ -278,13 +317,17 @@ class PooledLayer(SequenceCache):
     def _rows(self, given: Any) -> Rows:
         """The rows of keys or values that mlx-lm's class has. Rows of words stay as they are."""
         if not isinstance(given, mx.array | Quantised):
-            raise ValueError(f"This layer takes keys and values that are arrays, and was given a {type(given).__name__}.")
+            raise ValueError(
+                "This layer takes keys and values that are arrays, and was given a "
+                f"{type(given).__name__}."
+            )
         return given
 
 
 @saved_as(KVCache)
 class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
-    """The keys and values of one layer of one sequence: [1, kv_heads, offset, dim]. Bit-equal to KVCache.
+    """The keys and values of one layer of one sequence: [1, kv_heads, offset, dim]. Bit-equal to
+    KVCache.
 
     Appending takes no copy and reading is a view as long as the sequence is one run.
     """
@@ -299,8 +342,8 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
     def next_place(self) -> int:
         return self.offset
 
-    def next_size(self) -> int:
-        return self.offset + 1
+    def size_after(self, count: int) -> int:
+        return self.offset + count
 
     def size(self) -> int:
         return self.offset
@@ -320,8 +363,8 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
 class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     """The last `max_size` tokens of one layer of one sequence, the first `keep` always among them.
 
-    The ring keeps RotatingKVCache's order, temporal after several tokens and rotating one by one, so that attention sums
-    in the same order. Bit-equal to it.
+    The ring keeps RotatingKVCache's order, temporal after several tokens and rotating one by one,
+    so that attention sums in the same order. Bit-equal to it.
     """
 
     _stock = RotatingKVCache
@@ -362,20 +405,23 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         wraps = count > 1 and self.offset + count > self.max_size
         return (0, self.max_size) if wraps else super().next_places(count)
 
-    def next_size(self) -> int:
-        return min(self.offset + 1, self.max_size)
+    def size_after(self, count: int) -> int:
+        return min(self.offset + count, self.max_size)
 
-    def advance(self) -> None:
+    def advance(self, count: int) -> None:
         self._attended = None
-        self._idx = self.next_place() + 1
-        self.offset += 1
+        for _ in range(count):
+            self._idx = self.next_place() + 1
+            self.offset += 1
 
     def _write_one(self, keys: mx.array, values: mx.array) -> None:
         self.sequence.write(self.place, self.next_place(), keys, values)
-        self.advance()
+        self.advance(1)
 
     def _write_many(self, keys: mx.array, values: mx.array) -> None:
-        """Each of several tokens sees max_size tokens: beyond the wrap they attend to more than the ring keeps."""
+        """Each of several tokens sees max_size tokens: beyond the wrap they attend to more than
+        the ring keeps.
+        """
         before, count = self.size(), keys.shape[2]
         self.offset += count
         if self.offset <= self.max_size:
@@ -390,16 +436,20 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         self._idx = self.max_size
 
     def _after(self, before: int, new: View) -> View:
-        """What new tokens attend to behind the `before` tokens of the ring."""
+        """What new tokens attend to: the `before` tokens of the ring, then the new ones."""
         ring = join(self.sequence.read(self.place, before))
-        old = [self._last_tokens(each(self._temporal_order, rows), self.max_size - 1) for rows in ring]
+        old = [
+            self._last_tokens(each(self._temporal_order, rows), self.max_size - 1) for rows in ring
+        ]
         # Evaluated now: a lazy copy would be a reader of the slab while the ring is written.
         mx.eval(old)
         keys, values = (joined(list(pair), 2) for pair in zip(old, new, strict=True))
         return keys, values
 
     def _last_tokens(self, rows: Rows, count: int) -> Rows:
-        """The first `keep` and the last of a stretch in temporal order, `count` in all; a copy where it is shorter."""
+        """The first `keep` and the last of a stretch in temporal order, `count` in all; a copy
+        where it is shorter.
+        """
         surplus = rows.shape[2] - count
         if surplus <= 0:
             return each(mx.contiguous, rows)
@@ -412,11 +462,15 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         keys, values, offset, keep, max_size, index = state
         if (keep, max_size) != (self.keep, self.max_size):
             raise ValueError(
-                f"This is the state of a window of {max_size} tokens that keeps {keep}; the pool's windows have {self.max_size} "
+                f"This is the state of a window of {max_size} tokens that keeps {keep}; the "
+                f"pool's windows have {self.max_size} "
                 f"tokens and keep {self.keep}."
             )
         if offset:
-            keys, values = (self._last_tokens(tokens(self._rows(given), 0, offset), max_size) for given in (keys, values))
+            keys, values = (
+                self._last_tokens(tokens(self._rows(given), 0, offset), max_size)
+                for given in (keys, values)
+            )
             self._write_over(keys, values, min(offset, max_size))
         self._attended = None
         self.offset, self._idx = offset, min(index, max_size)
@@ -425,17 +479,74 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     def trim(self, n: int) -> int:
         """Raises ValueError once the window is full: what it held before is gone."""
         if n > 0 and not self.is_trimmable():
-            raise ValueError(f"A window of {self.max_size} tokens that is full cannot be trimmed: the tokens before are gone.")
+            raise ValueError(
+                f"A window of {self.max_size} tokens that is full cannot be trimmed: the tokens "
+                "before are gone."
+            )
         return super().trim(n)
 
 
-def need_one_form(caches: Iterable[PooledLayer]) -> None:
-    """Raises ValueError if the keys or values of some are in other bits than those of others, as those of other pools may be."""
-    if len({cache.forms for cache in caches}) > 1:
-        raise ValueError("One batch cannot hold keys and values in several bits. Give each sequence a cache of the same pool.")
-
-
-def _is_put_back(caller: FrameType) -> bool:
-    """Return whether a model of mlx-lm assigns back what it has just read, which orders its evaluation."""
+def _is_model(caller: FrameType) -> bool:
+    """Return whether a model of mlx-lm assigns: it puts back what it has just read, which orders
+    its evaluation.
+    """
     module: str = caller.f_globals.get("__name__", "")
     return module.startswith("mlx_lm.models.") and module != "mlx_lm.models.cache"
+
+
+class GatheredState:
+    """(keys, values, *rest) of a layer, which `saved` makes of its rows when they are read: one
+    array of several runs.
+
+    To isinstance() it is a tuple, so that mlx.utils and mlx-lm look into it. mx.eval() does not,
+    and gathers nothing: the runs were evaluated where they lie.
+    """
+
+    def __init__(
+        self, views: list[View], rest: tuple[Any, ...], saved: Callable[[Rows], Any]
+    ) -> None:
+        mx.eval(views)
+        self._views = views
+        self._rest = rest
+        self._saved = saved
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return tuple
+
+    def __len__(self) -> int:
+        return 2 + len(self._rest)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((*map(self._saved, join(self._views)), *self._rest))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+def taken(
+    name: str, given: Any, shape: tuple[int, int, int, int], dtype: mx.Dtype, form: Form | None
+) -> Rows:
+    """Copies of the first tokens of given keys or values, rows of `shape`: an array, or words of
+    `form`.
+
+    What is given may be a view of the blocks, and a slab with another reader would be copied.
+    Raises ValueError if it does not fit.
+    """
+    batch, heads, size, dim = shape
+    arrays = arrays_of(given)
+    given_as = form if isinstance(given, Quantised) else None
+    needed = [(batch, heads, size, width, of) for width, of in columns(dim, dtype, given_as)]
+    if [
+        (*array.shape[:2], min(size, array.shape[2]), *array.shape[3:], array.dtype)
+        for array in arrays
+    ] != needed:
+        found = [(*array.shape, array.dtype) for array in arrays]
+        raise ValueError(
+            f"This layer takes {name} of (batch, heads, tokens, dim, dtype) {needed}; those given "
+            f"are {found}."
+        )
+    return as_rows(own_copies([array[..., :size, :] for array in arrays]), given_as)

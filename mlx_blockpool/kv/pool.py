@@ -5,12 +5,13 @@
     extend(table, count)       take blocks, the reserved ones first
     append_shared, fork        hold blocks that others hold or that are cached
     take_own, take_own_run     replace shared blocks before a write that others would see
-    cut, release               give blocks back; cached ones become evictable
-    make_room, evict           free evictable blocks, the least recently used first
-    groups[i]                  the blocks of a layer group: what a trie caches, demotes and pins of them, see blocks.py
+    cut, release               release blocks; cached ones become evictable
+    groups[i]                  the blocks of a layer group: what a trie caches, demotes, pins and
+                               evicts of them, see blocks.py
 
 Knows block ids and their order of use. Does not know tokens, arrays or disk.
-Owned by the generation thread, with two exceptions that any thread may call: release_deferred(), for finalizers, and counts().
+Owned by the generation thread, with two exceptions that any thread may call: release_deferred(),
+for finalizers, and counts().
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from collections.abc import Mapping, Sequence
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, ModelCacheSpec, blocks_for
-from .blocks import BlockCounts, BlockTable, GroupBlocks, by_group
-from .budget import Budget
+from .blocks import EVICTABLE, FREE, BlockCounts, BlockTable, GroupBlocks, by_group
 
 # Blocks of a sequence that nothing limits.
 UNBOUNDED = 2**23
@@ -33,29 +33,40 @@ UNBOUNDED = 2**23
 class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
 
-    Memory is taken slab by slab; the owner of the arrays follows `layout_version` and the slabs of the `groups`.
+    Memory is taken slab by slab; the owner of the arrays follows `layout_version` and the slabs of
+    the `groups`.
     """
 
-    def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
+    def __init__(
+        self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None
+    ) -> None:
         """Raises PoolExhaustedError if the pool cannot hold one block of each group."""
         config = config or PoolConfig()
         sizes = [spec.bytes_per_block(group) for group in spec.groups]
         if pool_bytes < sum(sizes):
-            hint = f"One block of each group takes {sum(sizes)} bytes. The pool has {pool_bytes} bytes. Raise --pool-bytes."
+            hint = (
+                f"One block of each group takes {sum(sizes)} bytes. The pool has {pool_bytes} "
+                "bytes. Raise --pool-bytes."
+            )
             raise PoolExhaustedError(len(sizes), 0, 0, spec.model_id, hint)
         self.spec = spec
         self.pool_bytes = pool_bytes
         self.groups: list[GroupBlocks] = []
         for index, (group, size) in enumerate(zip(spec.groups, sizes, strict=True)):
             slab_blocks = min(pool_bytes // config.slabs // size, config.slab_blocks)
-            self.groups.append(GroupBlocks(index, group, size, pool_bytes // size, max(1, slab_blocks)))
+            self.groups.append(
+                GroupBlocks(index, group, size, pool_bytes // size, max(1, slab_blocks))
+            )
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._returned: deque[tuple[int, list[int], int]] = deque()
-        self._budget = Budget(pool_bytes, self.groups)
+        # Changes whenever a slab is added or released.
+        self.layout_version = 0
         if config.preallocate:
-            self._budget.grow_all(self._largest_sequence())
+            for index, count in self._largest_sequence().items():
+                blocks = self.groups[index]
+                self._grow(blocks, min(count, self.bytes_left // blocks.bytes_per_block), 0)
 
-    # -- tables --------------------------------------------------------------------------------------------------------
+    # -- tables ------------------------------------------------------------------------------------
 
     def open_table(self, group: int) -> BlockTable:
         blocks = self.groups[group]
@@ -64,9 +75,12 @@ class BlockPool:
         return table
 
     def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
-        """Reserve counts[i] more blocks for tables[i]: all or nothing. Later extends of these tables cannot fail."""
-        self._drain()
-        self._budget.grow_for(by_group(tables, counts))
+        """Reserve counts[i] more blocks for tables[i]: all or nothing.
+
+        Later extends of these tables cannot fail.
+        """
+        self.drain()
+        self._grow_for(by_group(tables, counts))
         for table, count in zip(tables, counts, strict=True):
             table.reserve(count)
             self.groups[table.group].reserved += count
@@ -74,12 +88,13 @@ class BlockPool:
     def extend(self, table: BlockTable, count: int) -> None:
         """Take `count` blocks to the end of a table, next to its last one where possible.
 
-        Raises PoolExhaustedError, before anything is changed, if they are not available or the window is at its cap.
+        Raises PoolExhaustedError, before anything is changed, if they are not available or the
+        window is at its cap.
         """
         self._check_cap(table, count)
         if count > 1:
-            self._drain()
-            self._budget.make_run(table.group, count)
+            self.drain()
+            self._add_slab_for_run(table.group, count)
         table.ids += self._take(table, count, table.ids[-1] if table.ids else None)
         table.changed()
 
@@ -99,7 +114,10 @@ class BlockPool:
         table.changed()
 
     def take_own(self, table: BlockTable, index: int) -> tuple[int, int]:
-        """Replace ids[index] by a block that only this table holds. Returns (old, new) for the caller to copy."""
+        """Replace ids[index] by a block that only this table holds.
+
+        Returns (old, new) for the caller to copy.
+        """
         after = table.ids[index - 1] if index else None
         old, (new,) = table.ids[index], self._take(table, 1, after)
         table.ids[index] = new
@@ -109,7 +127,10 @@ class BlockPool:
         return old, new
 
     def take_own_run(self, table: BlockTable) -> BlockTable:
-        """Replace all blocks of a table by as many new ones, neighbours where possible. Returns a table of the old ones."""
+        """Replace all blocks of a table by new ones, neighbours if possible.
+
+        Returns a table of the old ones.
+        """
         old = self.open_table(table.group)
         blocks = self._take(table, len(table), None)
         old.ids, table.ids = table.ids, blocks
@@ -118,8 +139,10 @@ class BlockPool:
         return old
 
     def is_shared(self, table: BlockTable, index: int, token: int) -> bool:
-        """Return whether writing from `token` (its place in the block, 0 to 255) on would change what another reader sees."""
-        self._drain()
+        """Return whether writing from `token` (its place in the block, 0 to 255) on would change
+        what another reader sees.
+        """
+        self.drain()
         block = self.groups[table.group].blocks[table.ids[index]]
         return block.ref_count > 1 or token < block.cached_tokens
 
@@ -135,7 +158,10 @@ class BlockPool:
         table.reserved = 0
 
     def cut(self, table: BlockTable, length: int) -> None:
-        """Release all blocks but the first `length`. Of its reserved capacity, what becomes free is reserved again."""
+        """Release all blocks but the first `length`.
+
+        Of its reserved capacity, what becomes free is reserved again.
+        """
         blocks = self.groups[table.group]
         free = blocks.free.count
         blocks.release(reversed(table.ids[length:]))
@@ -146,55 +172,41 @@ class BlockPool:
         blocks.reserved += again
 
     def release(self, table: BlockTable) -> None:
-        """Release all blocks of a table, the reserved ones too; its first block becomes the most recently used."""
+        """Release all blocks of a table, the reserved ones too; its first block becomes the most
+        recently used.
+        """
         self.release_deferred(table)
-        self._drain()
+        self.drain()
 
     def release_deferred(self, table: BlockTable) -> None:
-        """release() for any thread and for finalizers: takes effect at the pool's next operation."""
+        """release() for any thread and for finalizers: takes effect at the pool's next
+        operation.
+        """
         self._returned.append((table.group, table.ids, table.reserved))
         table.ids, table.reserved, table.capacity = [], 0, 0
         table.changed()
 
-    # -- eviction -----------------------------------------------------------------------------------------------------
+    def drain(self) -> None:
+        """Apply all deferred releases."""
+        while self._returned:
+            group, ids, reserved = self._returned.popleft()
+            self.groups[group].release(reversed(ids))
+            self.groups[group].reserved -= reserved
 
-    def evict(self, group: int, count: int) -> list[tuple[int, int]]:
-        """Free the first `count` blocks of eviction_order(), fewer if there are fewer. Returns (group, block) of each."""
-        self._drain()
-        return self.groups[group].evict(count)
-
-    def eviction_order(self, group: int) -> list[int]:
-        """The blocks that evict() would free, in order: evictable ones without a pin."""
-        self._drain()
-        return list(self.groups[group].eviction_order())
-
-    def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Evict what reserve() of these counts needs, or nothing if that would not be enough.
-
-        Returns the victims, which the caller takes out of its trie.
-        """
-        self._drain()
-        return self._budget.make_room(counts)
-
-    # -- figures -------------------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slabs; never more than pool_bytes."""
-        return self._budget.nbytes
-
-    @property
-    def layout_version(self) -> int:
-        """Changes whenever a slab is added or given back."""
-        return self._budget.layout_version
+        return sum(len(g.blocks) * g.bytes_per_block for g in self.groups)
 
     def counts(self) -> list[BlockCounts]:
         """Figures of each group. From other threads a snapshot that may be one operation old."""
         return [g.counts() for g in list(self.groups)]
 
     def settle(self) -> list[BlockCounts]:
-        """counts() after everything that was given back has taken effect. Generation thread only."""
-        self._drain()
+        """counts() after all deferred releases. Generation thread only."""
+        self.drain()
         return self.counts()
 
     def sequence_capacity(self) -> int:
@@ -208,39 +220,141 @@ class BlockPool:
 
     def _bytes_of_sequence(self, blocks: int) -> int:
         limits = ((g.bytes_per_block, g.group.layer.max_blocks) for g in self.groups)
-        return sum(size * (blocks if limit is None else min(blocks, limit)) for size, limit in limits)
+        return sum(
+            size * (blocks if limit is None else min(blocks, limit)) for size, limit in limits
+        )
 
     def _largest_sequence(self) -> dict[int, int]:
         blocks = blocks_for(self.sequence_capacity())
         limits = [g.group.layer.max_blocks for g in self.groups]
-        return {g: blocks if limit is None else min(blocks, limit) for g, limit in enumerate(limits)}
+        return {
+            g: blocks if limit is None else min(blocks, limit) for g, limit in enumerate(limits)
+        }
 
     def check(self) -> None:
         """The invariant, with figures. Raises AssertionError: a broken pool is our own bug."""
-        self._drain()
+        self.drain()
         assert self.nbytes <= self.pool_bytes, f"{self.nbytes} bytes > {self.pool_bytes} allowed"
         for blocks in self.groups:
             blocks.check(t for t in self._tables if t.group == blocks.index)
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- slabs within the budget -------------------------------------------------------------------
+
+    def _grow_for(self, counts: Mapping[int, int]) -> None:
+        """Add the slabs that make counts[group] blocks available in each group, or raise and change
+        nothing.
+
+        Slabs without a block in use are released if their bytes are needed.
+        """
+        if self.bytes_to_grow(counts) == 0:
+            return
+        if self.bytes_to_grow(counts) > self.bytes_left and self.missing(counts, FREE) > 0:
+            group, count = max(
+                counts.items(), key=lambda item: item[1] - self.groups[item[0]].available
+            )
+            blocks = self.groups[group]
+            raise PoolExhaustedError(
+                count, blocks.available, len(blocks.evictable), blocks.group.name
+            )
+        for group, index in self.droppable_slabs(FREE):
+            if self.bytes_to_grow(counts) > self.bytes_left:
+                self.groups[group].drop_slab(index)
+                self.layout_version += 1
+        # Bytes beyond the need are divided between the groups, so that slabs are not smaller than
+        # they must be.
+        spare = (self.bytes_left - self.bytes_to_grow(counts)) // (2 * len(self.groups) - 1)
+        for group, blocks in enumerate(self.groups):
+            self._grow(
+                blocks, counts.get(group, 0) - blocks.available, spare // blocks.bytes_per_block
+            )
+
+    def _add_slab_for_run(self, group: int, count: int) -> None:
+        """Add a slab for `count` neighbouring blocks and more, if the free blocks are too
+        scattered and the budget allows it.
+        """
+        blocks = self.groups[group]
+        affordable = self.bytes_left // blocks.bytes_per_block
+        if blocks.free.longest < count <= affordable:
+            blocks.add_slab(min(blocks.stride, affordable, count + blocks.slab_blocks))
+            self.layout_version += 1
+
+    def _grow(self, blocks: GroupBlocks, short: int, spare: int) -> None:
+        while short > 0:
+            size = min(blocks.stride, short + spare, max(blocks.slab_blocks, short))
+            blocks.add_slab(size)
+            self.layout_version += 1
+            short -= size
+
+    def bytes_to_grow(self, counts: Mapping[int, int]) -> int:
+        """Bytes of new slabs for `counts`, and for other groups whose slabs were released and
+        that have blocks reserved.
+        """
+        found = 0
+        for group, blocks in enumerate(self.groups):
+            short = counts.get(group, 0) - blocks.available
+            if short > 0:
+                found += short * blocks.bytes_per_block
+        return found
+
+    @property
+    def bytes_left(self) -> int:
+        return self.pool_bytes - self.nbytes
+
+    def droppable_slabs(self, evicting: int) -> list[tuple[int, int]]:
+        """(group, index) of the slabs that could be released after eviction of the blocks that
+        are at most `evicting`.
+        """
+        return [
+            (g, i)
+            for g, blocks in enumerate(self.groups)
+            for i in blocks.slabs
+            if blocks.can_drop(i, evicting)
+        ]
+
+    def missing(self, counts: Mapping[int, int], evicting: int) -> int:
+        """Bytes that `counts` lack even if all of droppable_slabs() were released; 0 or less if
+        they fit.
+        """
+        if evicting and (missing := self._missing(counts, evicting, [])) <= 0:
+            # Which slabs could be released makes no difference, and it takes long to find out.
+            return missing
+        return self._missing(counts, evicting, self.droppable_slabs(evicting))
+
+    def _missing(
+        self, counts: Mapping[int, int], evicting: int, droppable: list[tuple[int, int]]
+    ) -> int:
+        left, needed = self.bytes_left, 0
+        for group, blocks in enumerate(self.groups):
+            dropped = sum(blocks.slabs[i] for g, i in droppable if g == group)
+            usable = (
+                blocks.free.count
+                - dropped
+                + (blocks.num_evictable() if evicting == EVICTABLE else 0)
+            )
+            left += dropped * blocks.bytes_per_block
+            needed += (
+                max(0, counts.get(group, 0) + blocks.reserved - usable) * blocks.bytes_per_block
+            )
+        return needed - left
+
+    # -- inside ------------------------------------------------------------------------------------
 
     def _check_cap(self, table: BlockTable, count: int) -> None:
         if table.max_blocks is not None and len(table) + count > table.max_blocks:
             blocks = self.groups[table.group]
-            hint = f"A window of this group is a ring in {table.max_blocks} blocks and holds {len(table)} already."
-            raise PoolExhaustedError(count, blocks.available, len(blocks.evictable), blocks.group.name, hint)
+            hint = (
+                f"A window of this group is a ring in {table.max_blocks} blocks and holds "
+                f"{len(table)} already."
+            )
+            raise PoolExhaustedError(
+                count, blocks.available, len(blocks.evictable), blocks.group.name, hint
+            )
 
     def _take(self, table: BlockTable, count: int, after: int | None) -> list[int]:
-        self._drain()
+        self.drain()
         reserved = min(count, table.reserved)
-        self._budget.grow_for({table.group: count - reserved})
+        self._grow_for({table.group: count - reserved})
         blocks = self.groups[table.group]
         blocks.reserved -= reserved
         table.reserved -= reserved
         return blocks.take(count, after)
-
-    def _drain(self) -> None:
-        while self._returned:
-            group, ids, reserved = self._returned.popleft()
-            self.groups[group].release(reversed(ids))
-            self.groups[group].reserved -= reserved

@@ -1,1 +1,3 @@
-"""Cached prefixes: block hashes, trie, checkpoints of window layers, and the cache that shares them."""
+"""Cached prefixes: block hashes, trie, checkpoints of window layers, and the cache that shares
+them.
+"""

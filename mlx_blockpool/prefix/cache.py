@@ -1,15 +1,19 @@
-"""PrefixCache: each prefix is computed once, and every prompt that begins with it shares its blocks.
+"""PrefixCache: each prefix is computed once, and every prompt that begins with it shares its
+blocks.
 
-    acquire(tokens)          match, choose where to resume, reserve room: caches that hold [0, hit)
+    acquire(tokens)          match, choose where to resume, reserve blocks: caches that hold [0,
+                             hit)
     insert(tokens, caches)   add what the caches hold to the trie; the sequence continues
     release(tokens, caches)  insert, and give the blocks back to the pool, evictable
-    discard(caches)          give the blocks back and keep nothing
+    discard(caches)          give the blocks back and cache nothing
     lend(count)              empty caches for tokens that are never cached
 
 Of the n tokens of a prompt:
 
-    [0, hit)         held by the caches that acquire() returns, in blocks that the trie and other sequences share
-    [hit, matched)   in the trie, but there is no checkpoint to resume from, no room, or only one token would be left
+    [0, hit)         held by the caches that acquire() returns, in blocks that the trie and other
+                     sequences share
+    [hit, matched)   in the trie, but there is no checkpoint to resume from, the pool is full, or
+                     only one token would be left
     [matched, n)     not cached
 
 Layer caches hold their blocks themselves: the cache knows tokens, the pool knows blocks.
@@ -23,40 +27,36 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import repeat, takewhile
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
-from ..hashing import encode
 from ..kv.arena import KVArena
-from ..kv.intake import why_not
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
-from ..kv.parts import leaves_of, sequence_of, state_caches
+from ..kv.prompt_cache import leaves_of, pooled_caches, sequence_of, state_caches
+from ..kv.quantised import own_copies
 from ..kv.sequence import SequenceBlocks
-from ..kv.state_caches import copied
-from ..spec import BLOCK_TOKENS
+from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
+from ..store.hashing import encode
 from .admission import Admission
-from .index import KVIndex, Pin
+from .index import KVIndex
 from .lookup import Lookup, explain
-from .residency import Checkpoint
-from .resume import in_memory, lay_out, pin_of, resumable
 from .retention import Retention, RetentionPolicy
 from .salts import SHARED
-from .trie import Node, PrefixRef
+from .trie import Checkpoint, Node, PinnedPrefix, PrefixRef
 
 log = logging.getLogger(__name__)
 
 ORDINARY, USUAL = RetentionPolicy(), PoolConfig()
-# The alarm needs this many known tokens, of which less than this part was reused.
-ALARM_TOKENS = 20_000
-ALARM_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class Acquired:
-    """Layer caches that hold the first `lookup.hit` tokens, and the tokens that are left to compute (at least one)."""
+    """Layer caches that hold the first `lookup.hit` tokens, and the tokens that are left to
+    compute (at least one).
+    """
 
     caches: list[Any]
     rest: list[int]
@@ -64,31 +64,39 @@ class Acquired:
 
 
 class PrefixCache:
-    """The prefix cache of one model in the pool `arena`. It stands in for mlx-lm's LRUPromptCache of a single model.
+    """The prefix cache of one model in the pool `arena`. It stands in for mlx-lm's LRUPromptCache
+    of a single model.
 
-    namespace:  names what the keys and values are computed with; empty: the fingerprint of the spec does.
+    namespace:  names what the keys and values are computed with; empty: the fingerprint of the spec
+                does.
     admission:  evicts and reserves blocks.
-    retention:  decides what is kept for whom, and how long.
+    retention:  decides what is retained for whom, and how long.
     """
 
     def __init__(self, arena: KVArena, namespace: str = "", config: PoolConfig = USUAL) -> None:
         self.arena = arena
         self.pool = arena.pool
-        self.index = KVIndex(arena.pool, arena.full_groups, namespace or arena.spec.fingerprint())
+        self.index = KVIndex(
+            arena.pool, arena.full_groups, namespace or arena.spec.name_on_all_ranks()
+        )
         self.retention = Retention(self.index, self.pool.pool_bytes, arena.state_bytes, config)
         self.admission = Admission(arena, self.index, self.retention.pins)
-        arena.evict_with(self.admission)
-        # The cached prefix whose blocks each acquired sequence holds: insert() continues from there.
+        arena.evict_with(self.admission.evict_for)
+        # The cached prefix whose blocks each acquired sequence holds: insert() continues from
+        # there.
         self._refs: WeakKeyDictionary[SequenceBlocks, PrefixRef] = WeakKeyDictionary()
         self._lent: WeakSet[SequenceBlocks] = WeakSet()
-        self._pinned: dict[tuple[int, ...], list[Pin]] = {}
-        self._max_tokens = config.max_tokens
-        # What mlx-lm's methods were given as the model: the first one, in a tuple, and the last other one.
+        self._pinned: dict[tuple[int, ...], list[PinnedPrefix]] = {}
+        self._config = config
+        # What mlx-lm's methods were given as the model: the first one, in a tuple, and the last
+        # other one.
         self._model: tuple[Any] | None = None
         self._refused: Any = None
-        self.num_lookups = self.num_prompt_tokens = self.num_matched_tokens = self.num_hit_tokens = self.num_skipped = 0
+        self.num_lookups = self.num_prompt_tokens = self.num_matched_tokens = (
+            self.num_hit_tokens
+        ) = self.num_skipped = 0
 
-    # -- acquire ---------------------------------------------------------------------------------------------------------
+    # -- acquire -----------------------------------------------------------------------------------
 
     def acquire(
         self,
@@ -98,11 +106,30 @@ class PrefixCache:
         salt: bytes = SHARED,
         start: PrefixRef | None = None,
     ) -> Acquired:
-        """Caches for a prompt, with room for `max_tokens` more. A hit has no more than `at_most` tokens.
+        """Caches for a prompt and `max_tokens` more. A hit has no more than `at_most` tokens.
 
-        Only what was inserted under the same `salt` is found; `start` as in match(). Raises RequestTooLargeError if it can
-        never fit in the pool, PoolExhaustedError if it cannot fit now.
+        Only what was inserted under the same `salt` is found; `start` as in match(). Raises
+        RequestTooLargeError if it can never fit in the pool, PoolExhaustedError if it cannot fit
+        now.
         """
+        match = self.match(tokens, salt, start)
+        self._restore(match, len(tokens) - 1 if at_most is None else at_most)
+        return self.acquire_resident(tokens, max_tokens, at_most, salt, match)
+
+    def _restore(self, match: PrefixRef, at_most: int) -> None:
+        """Bring what is on disk of a match into memory, before `at_most` tokens of it at most
+        are acquired.
+        """
+
+    def acquire_resident(
+        self,
+        tokens: Tokens[int],
+        max_tokens: int,
+        at_most: int | None = None,
+        salt: bytes = SHARED,
+        start: PrefixRef | None = None,
+    ) -> Acquired:
+        """acquire() from memory alone."""
         tokens = _ids(tokens)
         if not tokens:
             raise ValueError("The prompt is empty. Give at least one token.")
@@ -110,14 +137,14 @@ class PrefixCache:
         if total > self.pool.sequence_capacity():
             raise RequestTooLargeError(total, self.pool.sequence_capacity())
         most = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
-        match = self.resident(self.match(tokens, salt, start), most)
+        match = self._resident(self.match(tokens, salt, start))
         hit, checkpoint = resumable(self.arena, match, most)
         try:
             caches = lay_out(self.admission, match, hit, checkpoint, len(tokens), total)
         except PoolExhaustedError:
             if not hit:
                 raise
-            # A window that resumes needs room for two rings; from the first token on it needs one.
+            # A window that resumes needs two rings; from the first token on it needs one.
             caches = lay_out(self.admission, match, 0, None, len(tokens), total)
             lookup = Lookup(len(tokens), match.tokens, 0, "no room")
         else:
@@ -130,7 +157,7 @@ class PrefixCache:
         return Acquired(caches, list(tokens[lookup.hit :]), lookup)
 
     def lend(self, count: int) -> list[Any]:
-        """Empty caches with room for `count` tokens, until discard(). Raises as acquire() does."""
+        """Empty caches for `count` tokens, until discard(). Raises as acquire() does."""
         if count > self.pool.sequence_capacity():
             raise RequestTooLargeError(count, self.pool.sequence_capacity())
         caches = lay_out(self.admission, PrefixRef(), 0, None, count, count)
@@ -139,7 +166,7 @@ class PrefixCache:
 
     @property
     def num_lent(self) -> int:
-        """How many caches are lent: their blocks come back, and not by anything that the engine does."""
+        """How many caches are lent: their blocks are returned without the engine's doing."""
         return len(self._lent)
 
     def _count(self, lookup: Lookup) -> None:
@@ -148,20 +175,26 @@ class PrefixCache:
         self.num_matched_tokens += lookup.matched
         self.num_hit_tokens += lookup.hit
 
-    def match(self, tokens: Tokens[int], salt: bytes = SHARED, start: PrefixRef | None = None) -> PrefixRef:
-        """The longest cached prefix of `tokens` under a salt, in memory or on disk. Changes nothing.
+    def match(
+        self, tokens: Tokens[int], salt: bytes = SHARED, start: PrefixRef | None = None
+    ) -> PrefixRef:
+        """The longest cached prefix of `tokens` under a salt, in memory or on disk. Changes
+        nothing.
 
-        `start`: a prefix of these tokens from an earlier match() or from ref_of(): only what follows it is compared.
+        `start`: a prefix of these tokens from an earlier match() or from ref_of(): only what
+        follows it is compared.
         """
         return self.index.trie.match(_ids(tokens), salt, start)
 
     def ref_of(self, caches: list[Any]) -> PrefixRef | None:
-        """The prefix that acquire(), insert() or release() has last found for these caches; None: they are not in the pool."""
+        """The prefix that acquire(), insert() or release() found last for these caches, or None
+        if they are not in the pool.
+        """
         sequence = sequence_of(caches)
         return None if sequence is None else self._refs.get(sequence)
 
-    def resident(self, match: PrefixRef, at_most: int) -> PrefixRef:
-        """As much of a match as is in memory; up to `at_most` tokens of it are about to be acquired."""
+    def _resident(self, match: PrefixRef) -> PrefixRef:
+        """The part of a match that is in memory, which is about to be acquired."""
         return in_memory(match)
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
@@ -172,28 +205,50 @@ class PrefixCache:
         """What acquire() of these tokens would find. Changes nothing."""
         tokens = _ids(tokens)
         match = self.match(tokens, salt)
-        return explain(self.index, tokens, match, resumable(self.arena, match, len(tokens) - 1)[0], salt)
+        return explain(
+            self.index, tokens, match, resumable(self.arena, match, len(tokens) - 1)[0], salt
+        )
 
-    # -- insert ----------------------------------------------------------------------------------------------------------
+    # -- insert ------------------------------------------------------------------------------------
 
-    def insert(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", policy: RetentionPolicy = ORDINARY) -> int:
-        """Cache what `caches` hold of `tokens`; the sequence may continue. Returns how many tokens are cached now.
+    def insert(
+        self,
+        tokens: Tokens[int],
+        caches: list[Any],
+        kind: str = "assistant",
+        policy: RetentionPolicy = ORDINARY,
+    ) -> int:
+        """Cache what `caches` hold of `tokens`; the sequence may continue. Returns how many tokens
+        are cached now.
 
-        Takes pooled caches by reference and mlx-lm's own by copy. Where there is no room it skips, and counts num_skipped.
+        Takes pooled caches by reference and mlx-lm's own by copy. What does not fit is skipped, and
+        counted in num_skipped.
         """
-        return self.remember(tokens, caches, kind, policy, goes_on=True).tokens
+        return self.remember(tokens, caches, kind, policy, continues=True).tokens
 
-    def release(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", policy: RetentionPolicy = ORDINARY) -> int:
-        """insert(), and give the blocks back to the pool, evictable. Using the caches again raises ReleasedCacheError."""
-        count = self.remember(tokens, caches, kind, policy, goes_on=False).tokens
+    def release(
+        self,
+        tokens: Tokens[int],
+        caches: list[Any],
+        kind: str = "assistant",
+        policy: RetentionPolicy = ORDINARY,
+    ) -> int:
+        """insert(), and give the blocks back to the pool, evictable.
+
+        Using the caches again raises ReleasedCacheError.
+        """
+        count = self.remember(tokens, caches, kind, policy, continues=False).tokens
         self._release(caches, "release()")
         if policy.retention == "day":
             ref = self.match(_ids(tokens)[:count], policy.salt, self.ref_of(caches))
-            self.retention.spare_for_a_day(pin_of(self.arena, ref))
+            self.retention.retain_for_a_day(pin_of(self.arena, ref))
         return count
 
     def discard(self, caches: list[Any]) -> None:
-        """Give the blocks back and keep nothing. Using the caches again raises ReleasedCacheError."""
+        """Give the blocks back and cache nothing.
+
+        Using the caches again raises ReleasedCacheError.
+        """
         self._release(caches, "discard()")
 
     def _release(self, caches: list[Any], released_by: str) -> None:
@@ -202,8 +257,17 @@ class PrefixCache:
             sequence.release(released_by)
             self._lent.discard(sequence)
 
-    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, policy: RetentionPolicy, goes_on: bool) -> PrefixRef:
-        """insert() or, where the sequence does not continue, the first half of release(): the caches still hold their blocks."""
+    def remember(
+        self,
+        tokens: Tokens[int],
+        caches: list[Any],
+        kind: str,
+        policy: RetentionPolicy,
+        continues: bool,
+    ) -> PrefixRef:
+        """insert() or, where the sequence does not continue, the first half of release(): the
+        caches still hold their blocks.
+        """
         sequence = sequence_of(caches)
         if sequence is not None and sequence.arena is not self.arena:
             # Its block ids are another pool's.
@@ -224,38 +288,49 @@ class PrefixCache:
             return PrefixRef()
         # A state is what it is now: it cannot be cut back to where the tokens end.
         places = self.arena.spec.needs_checkpoints and all(offset == count for offset in offsets)
-        # Room before the path: making it may evict what the path would lean on.
-        room = places and self._has_room(sequence, goes_on)
+        # Before the path is added: an eviction may remove what the path would continue.
+        fits = places and self._checkpoint_fits(sequence, continues)
         path = self._insert(_ids(tokens)[:count], sequence, kind, policy)
-        ref = self._refs[sequence] = PrefixRef.of(path, count, policy.salt)
+        ref = self._refs[sequence] = PrefixRef.from_path(path, count, policy.salt)
         node = path[-1]
-        if room and count not in node.residency.checkpoints:
+        if fits and count not in node.residency.checkpoints:
             self._place(node, count, sequence, leaves, kind, policy)
-        self.num_skipped += places and not room
+        self.num_skipped += places and not fits
         self.index.prune(node)
         return ref
 
-    def _has_room(self, sequence: SequenceBlocks, goes_on: bool) -> bool:
-        """Return whether a checkpoint can be kept. Where its sequence ends, its states take the place of the sequence's own."""
-        if not goes_on:
+    def _checkpoint_fits(self, sequence: SequenceBlocks, continues: bool) -> bool:
+        """Return whether a checkpoint fits.
+
+        Where its sequence ends, its states replace those of the sequence.
+        """
+        if not continues:
             sequence.count_states(0)
         states = self.arena.spec.fixed_bytes_per_agent()
-        if states and not self.admission.make_room_for_states(states):
+        if states and not self.admission.evict_states_for(states):
             return False
-        return not goes_on or self.admission.reserve_second_rings(sequence)
+        return not continues or self.admission.reserve_second_rings(sequence)
 
     def _place(
-        self, node: Node, position: int, sequence: SequenceBlocks, leaves: list[Any], kind: str, policy: RetentionPolicy
+        self,
+        node: Node,
+        position: int,
+        sequence: SequenceBlocks,
+        leaves: list[Any],
+        kind: str,
+        policy: RetentionPolicy,
     ) -> None:
         rings = {
             leaf.place.group: (tuple(sequence.tables[leaf.place.group].ids), leaf.ring_index)
             for leaf in leaves
             if isinstance(leaf, PooledRotatingKVCache)
         }
-        states = {i: copied(leaf.cache) for i, leaf in state_caches(leaves).items()}
+        states = {i: own_copies(leaf.cache) for i, leaf in state_caches(leaves).items()}
         self.index.add_checkpoint(node, Checkpoint(position, rings, states, kind, policy.owner))
 
-    def _insert(self, tokens: Tokens[int], sequence: SequenceBlocks, kind: str, policy: RetentionPolicy) -> list[Node]:
+    def _insert(
+        self, tokens: Tokens[int], sequence: SequenceBlocks, kind: str, policy: RetentionPolicy
+    ) -> list[Node]:
         """Add the path of `tokens`; blocks that are cached already replace the sequence's own."""
         path = self._held_path(sequence, policy.salt)[: len(tokens) // BLOCK_TOKENS]
         node = path[-1] if path else self.index.trie.root_of(policy.salt)
@@ -263,13 +338,17 @@ class PrefixCache:
             edge = encode(tokens[start : start + BLOCK_TOKENS])
             child = self.index.trie.child(node, edge)
             if child is None:
-                blocks = tuple(sequence.tables[g].ids[index] for g in self.arena.full_groups)
+                blocks = tuple(
+                    (group, sequence.tables[group].ids[index]) for group in self.arena.full_groups
+                )
                 child = self.index.add(node, edge, blocks, kind, policy.owner)
             elif len(edge) == len(child.tokens) and not child.residency.in_memory:
-                blocks = tuple(sequence.tables[g].ids[index] for g in self.arena.full_groups)
-                self.index.revive(child, blocks, policy.owner)
+                blocks = tuple(
+                    (group, sequence.tables[group].ids[index]) for group in self.arena.full_groups
+                )
+                self.index.set_blocks(child, blocks, policy.owner)
             elif len(edge) == len(child.tokens) and child.is_full:
-                for group, block in zip(self.arena.full_groups, child.residency.blocks, strict=True):
+                for group, block in child.residency.blocks:
                     if sequence.tables[group].ids[index] != block:
                         self.pool.replace_shared(sequence.tables[group], index, block)
             path.append(child)
@@ -279,32 +358,41 @@ class PrefixCache:
     def _held_path(self, sequence: SequenceBlocks, salt: bytes) -> list[Node]:
         """The whole edges whose blocks a sequence still holds.
 
-        A block that the trie refers to is copied before it is written to: where the ids are the same, so are the tokens.
+        A block that the trie refers to is copied before it is written to: where the ids are the
+        same, so are the tokens.
         """
         ref = self._refs.get(sequence)
         if ref is None or ref.salt != salt or not self.arena.full_groups:
             return []
-        held = zip(*(sequence.tables[group].ids for group in self.arena.full_groups), strict=False)
+        held = zip(
+            *(zip(repeat(g), sequence.tables[g].ids, strict=False) for g in self.arena.full_groups),
+            strict=False,
+        )
         pairs = zip(ref.cached_nodes(), held, strict=False)
-        return [node for node, _ in takewhile(lambda pair: pair[0].residency.blocks == pair[1], pairs)]
+        return [
+            node for node, _ in takewhile(lambda pair: pair[0].residency.blocks == pair[1], pairs)
+        ]
 
-    # -- in place of mlx-lm's LRUPromptCache -----------------------------------------------------------------------------
+    # -- in place of mlx-lm's LRUPromptCache -------------------------------------------------------
 
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """acquire() under mlx-lm's name: (caches, tokens left to compute), or (None, tokens) where nothing is cached.
+    def fetch_nearest_cache(
+        self, model: Any, tokens: list[int]
+    ) -> tuple[list[Any] | None, list[int]]:
+        """acquire() under mlx-lm's name: (caches, tokens left to compute), or (None, tokens) where
+        nothing is cached.
 
-        At least one token is left. A prompt that the pool has no room for is a miss, and so is one of another model than the
-        first call named.
+        At least one token is left. A prompt that does not fit in the pool is a miss, and so is one
+        of another model than the first call named.
         """
         tokens = list(_ids(tokens))
-        room = self.pool.sequence_capacity() - len(tokens)
-        if not tokens or room < 1 or not self._is_own(model):
+        left = self.pool.sequence_capacity() - len(tokens)
+        if not tokens or left < 1 or not self._is_own(model):
             return None, tokens
         if not self.within_reach(tokens) and not (lookup := self.look(tokens)).hit:
             self._count(lookup)
             return None, tokens
         try:
-            acquired = self.acquire(tokens, min(self._max_tokens, room))
+            acquired = self.acquire(tokens, min(self._config.max_tokens, left))
         except PoolExhaustedError:
             return None, tokens
         if not acquired.lookup.hit:
@@ -312,8 +400,17 @@ class PrefixCache:
             return None, tokens
         return acquired.caches, acquired.rest
 
-    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
-        """insert() under mlx-lm's name: the caches may be used on, and their blocks go back to the pool with the last of them."""
+    def insert_cache(
+        self,
+        model: Any,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+    ) -> None:
+        """insert() under mlx-lm's name: the caches may be used further, and their blocks return
+        to the pool with the last one.
+        """
         if self._is_own(model):
             self.insert(tokens, prompt_cache, cache_type)
 
@@ -324,33 +421,37 @@ class PrefixCache:
         own: bool = self._model == (model,)
         if not own and model != self._refused:
             self._refused = model
-            log.warning("This PrefixCache is of the model %s and caches nothing of %s. Open one for each.", self._model[0], model)
+            log.warning(
+                "This PrefixCache is of the model %s and caches nothing of %s. Open one for each.",
+                self._model[0],
+                model,
+            )
         return own
 
     def _import(self, caches: list[Any]) -> list[Any] | None:
-        """mlx-lm's caches of one sequence, copied into the pool; None where there is no room, or none for such caches."""
-        reason = why_not(self.arena, caches)
-        if reason is not None:
-            log.warning("Prompt caches were not kept: %s", reason)
-        intake = None if reason is not None else self.admission.admit_import(caches)
-        if intake is None:
-            self.num_skipped += 1
-            return None
-        while intake.advance():
-            pass
-        return intake.pooled
+        """mlx-lm's caches of one sequence, copied into the pool.
 
-    # -- evict and pin -------------------------------------------------------------------------------------------------------
+        Returns None if they do not fit, or are of another kind.
+        """
+        taken = None
+        try:
+            taken = self.admission.admit_import(caches)
+        except ValueError as error:
+            log.warning("Prompt caches were not cached: %s", error)
+        self.num_skipped += taken is None
+        return taken
 
-    def trim_to(self, n_bytes: int | None = None, *, n_sequences: int | None = None) -> None:
-        """Evict until at most `n_bytes` in at most `n_sequences` are cached, or all the rest is held or pinned."""
-        if n_sequences is not None:
-            self.admission.trim_to_sequences(n_sequences)
-        if n_bytes is not None:
-            self.admission.trim_to(n_bytes)
+    # -- evict and pin -----------------------------------------------------------------------------
+
+    def trim_to(self, n_bytes: int) -> None:
+        """Evict until at most `n_bytes` are cached, or all the rest is held or pinned."""
+        self.admission.trim_to(n_bytes)
 
     def pin(self, tokens: Tokens[int]) -> int:
-        """Keep the cached part of `tokens` in memory until unpin(), without a limit. Returns its length in tokens."""
+        """Keep the cached part of `tokens` in memory until unpin(), without a limit.
+
+        Returns its length in tokens.
+        """
         pin = pin_of(self.arena, self.match(tokens))
         self.index.pin(pin)
         self._pinned.setdefault(tuple(_ids(tokens)), []).append(pin)
@@ -365,20 +466,34 @@ class PrefixCache:
             self._pinned[tuple(_ids(tokens))] = pins
         return self.match(tokens).tokens
 
-    def pin_for(self, tokens: Tokens[int], seconds: float, salt: bytes = SHARED, start: PrefixRef | None = None) -> None:
-        """Keep the cached part of `tokens` in memory for `seconds` after each use, within the limits. `start` as in match()."""
+    def pin_for(
+        self,
+        tokens: Tokens[int],
+        seconds: float,
+        salt: bytes = SHARED,
+        start: PrefixRef | None = None,
+    ) -> None:
+        """Keep the cached part of `tokens` in memory for `seconds` after each use, within the
+        limits. `start` as in match().
+        """
         self.retention.pins.pin(pin_of(self.arena, self.match(tokens, salt, start)), seconds)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Measure by `clock` from now on how long pins last; by default by time.monotonic(). Nothing is pinned yet."""
+        """Measure by `clock` from now on how long pins last; by default by time.monotonic().
+
+        Nothing is pinned yet.
+        """
         self.retention.pins.clock = self.retention.days.clock = clock
 
     def keep_up(self) -> None:
-        """Between two steps: unpin what has been kept for long enough. Cheap."""
+        """Between two steps: unpin what has been retained for long enough. Cheap."""
         self.retention.expire()
 
     def release_all(self) -> None:
-        """Take the blocks of all acquired caches back. Using one of them again raises ReleasedCacheError."""
+        """Release the blocks of all acquired caches.
+
+        Using one of them again raises ReleasedCacheError.
+        """
         for sequence in list(self._refs):
             sequence.release("release_all()")
         self._refs.clear()
@@ -389,24 +504,38 @@ class PrefixCache:
         self.retention.clear()
         self.index.clear()
 
-    # -- figures -------------------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------
 
     def figures(self) -> list[int]:
-        """Numbers of all that steers what is found, kept and evicted, equal on all ranks of a group. Cheap."""
-        index, found = self.index, [self.num_lookups, self.num_hit_tokens, *self.retention.figures()]
-        found += index.digest.value, index.pin_digest.value, index.accounting.digest, index.state_bytes, index.num_merged
+        """Numbers of all that decides what is found and evicted, equal on all ranks of a group.
+
+        Cheap.
+        """
+        found = [self.num_lookups, self.num_hit_tokens, self.index.history, self.index.nbytes]
         for each in self.pool.groups:
-            found += len(each.blocks), each.free.count, len(each.evictable), each.reserved, each.num_evicted
+            found += (
+                len(each.blocks),
+                each.free.count,
+                len(each.evictable),
+                each.reserved,
+                each.num_evicted,
+            )
         return found
 
     @property
     def alarm(self) -> str | None:
-        """What is wrong if prompts are known again and again and next to nothing of them can be resumed."""
-        if self.num_matched_tokens < ALARM_TOKENS or self.num_hit_tokens > self.num_matched_tokens * ALARM_SHARE:
+        """A warning if prompts are matched again and again and next to nothing of them can be
+        resumed.
+        """
+        config, matched = self._config, self.num_matched_tokens
+        if matched < config.alarm_tokens or self.num_hit_tokens > matched * config.alarm_share:
             return None
         found = f"{self.num_hit_tokens} of {self.num_matched_tokens} known tokens were reused"
         own = self.arena.spec.bytes_per_checkpoint()
-        return f"{found}: checkpoints are evicted before they are used. One takes {own} bytes; raise --pool-bytes."
+        return (
+            f"{found}: checkpoints are evicted before they are used. One takes {own} bytes; raise "
+            "--pool-bytes."
+        )
 
     @property
     def nbytes(self) -> int:
@@ -415,16 +544,25 @@ class PrefixCache:
 
     def __len__(self) -> int:
         """How many sequences in memory are not the beginning of another."""
-        return len(self.index.ends())
+        return self.index.num_ends
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Sequences and bytes in memory by what they end with: system, user or assistant. They add up to len() and nbytes."""
+        """Sequences and bytes in memory by what they end with: system, user or assistant.
+
+        They add up to len() and nbytes.
+        """
         sequences = Counter(node.residency.kind for node in self.index.ends())
         sizes = self.index.bytes_by_type()
-        return {kind: {"n_sequences": sequences[kind], "n_bytes": sizes[kind]} for kind in ("assistant", "user", "system")}
+        return {
+            kind: {"n_sequences": sequences[kind], "n_bytes": sizes[kind]}
+            for kind in ("assistant", "user", "system")
+        }
 
     def check(self) -> None:
-        """The invariants of trie and pool together. Raises AssertionError: a broken one is our own bug."""
+        """The invariants of trie and pool together.
+
+        Raises AssertionError: a broken one is our own bug.
+        """
         self.index.check()
 
 
@@ -438,3 +576,121 @@ def _ids(tokens: Any) -> Tokens[int]:
     """Token ids as a sequence of ints, also where they come as an mlx or numpy array."""
     ids: Tokens[int] = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     return ids
+
+
+# -- where a prefix can be resumed, and the layer caches that resume it
+
+
+def in_memory(ref: PrefixRef) -> PrefixRef:
+    """As much of a prefix as has its blocks in the pool, without a gap from the first token on."""
+    count = next(
+        (index for index, node in enumerate(ref.path) if not node.residency.in_memory),
+        len(ref.path),
+    )
+    return ref if count == len(ref.path) else ref.first(count * BLOCK_TOKENS)
+
+
+def last_checkpoint(ref: PrefixRef, at_most: int) -> tuple[Node | None, int]:
+    """The position of the last checkpoint in the first `at_most` tokens, and the node that has
+    it; (None, 0): none.
+    """
+    for on_path in reversed(ref.path):
+        near = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
+        placed = [
+            (node, position)
+            for node, limit in near
+            for position in node.residency.checkpoints
+            if position <= limit
+        ]
+        if placed:
+            return max(placed, key=lambda found: found[1])
+    return None, 0
+
+
+def resumable(arena: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpoint | None]:
+    """How many of the matched tokens can be taken over, `most` at most, and from which
+    checkpoint where one is needed.
+    """
+    count = max(0, min(match.tokens, most))
+    if not arena.spec.needs_checkpoints or not count:
+        return count, None
+    node, position = last_checkpoint(match, count)
+    if position < count:
+        later = _unwrapped(arena, match.path[-1], count)
+        if later is not None:
+            return count, later
+    return position, None if node is None else node.residency.checkpoints[position]
+
+
+def pin_of(arena: KVArena, ref: PrefixRef) -> PinnedPrefix:
+    """A pin of all that the whole of a prefix is resumed from."""
+    return PinnedPrefix(
+        ref, *(last_checkpoint(ref, ref.tokens) if arena.spec.needs_checkpoints else ())
+    )
+
+
+def _unwrapped(arena: KVArena, node: Node, count: int) -> Checkpoint | None:
+    """A later checkpoint whose rings still hold every token: it can be cut back to `count`.
+
+    A state cannot.
+    """
+    if arena.state_leaves:
+        return None
+    sizes = [g.layer.max_size for g in arena.spec.groups if isinstance(g.layer, WindowLayer)]
+    near = [node, *node.children[:64]]
+    return next(
+        (
+            c
+            for n in near
+            for c in n.residency.checkpoints.values()
+            if count <= c.position < min(sizes)
+        ),
+        None,
+    )
+
+
+def lay_out(
+    admission: Admission,
+    match: PrefixRef,
+    hit: int,
+    checkpoint: Checkpoint | None,
+    prompt: int,
+    total: int,
+) -> list[Any]:
+    """Caches that hold `hit` tokens of a match, with blocks for `total`.
+
+    Raises PoolExhaustedError and holds nothing then.
+    """
+    sequence = SequenceBlocks(admission.arena)
+    try:
+        _append_shared(sequence, match, hit, checkpoint)
+        admission.admit(sequence, hit, prompt, total)
+    except PoolExhaustedError:
+        sequence.release()
+        raise
+    caches = pooled_caches(admission.arena, sequence)
+    for cache in leaves_of(caches):
+        if isinstance(cache, PooledLayer):
+            cache.offset = hit
+        if isinstance(cache, PooledRotatingKVCache) and checkpoint is not None:
+            cache.set_ring_index(
+                hit if hit < checkpoint.position else checkpoint.rings[cache.place.group][1]
+            )
+    if checkpoint is not None:
+        for leaf, cache in state_caches(caches).items():
+            cache.cache = list(checkpoint.states[leaf])
+    return caches
+
+
+def _append_shared(
+    sequence: SequenceBlocks, match: PrefixRef, hit: int, checkpoint: Checkpoint | None
+) -> None:
+    """Hold the blocks of the hit, before anything is evicted for the rest."""
+    path = match.path[: blocks_for(hit)]
+    for index, group in enumerate(sequence.arena.full_groups):
+        sequence.pool.append_shared(
+            sequence.tables[group], [node.residency.blocks[index][1] for node in path]
+        )
+    if checkpoint is not None:
+        for group, (ids, _) in checkpoint.rings.items():
+            sequence.pool.append_shared(sequence.tables[group], ids[: blocks_for(hit)])

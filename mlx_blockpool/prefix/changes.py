@@ -1,29 +1,26 @@
 """What is stored in a trie and removed from it, in the order in which it happens.
 
-An index appends each change to its `changes`, which keep nothing unless a server reads them, and counts it in a Digest. A change
-holds immutable parts of nodes: hashes, tokens, block ids and salts.
+An index appends each change to its `changes`, which discard it unless a server reads them. A change
+holds immutable parts of
+nodes: hashes, tokens, block ids and salts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from .trie import Node
+from .trie import Node
 
 MEMORY, DISK = "memory", "disk"
-# Of the hashes in a Digest, which of their four words is added.
-CHECKPOINT, PIN = 2, 3
-_WORD_OF = {MEMORY: 0, DISK: 1}
-_WORD_BYTES = 8
-_MASK = (1 << 63) - 1
 
 
 class BlocksStored(NamedTuple):
-    """Edges that follow each other are in a tier now; `parent` is the hash before the first one, None at a root.
+    """Edges that follow each other are in a tier now; `parent` is the hash before the first one,
+    None at a root.
 
-    edges: their tokens as bytes. blocks: for each edge the ids of its blocks, one for each full group; empty on disk.
+    edges: their tokens as bytes. blocks: for each edge the ids of its blocks, one for each full
+    group; empty on disk.
     """
 
     parent: bytes | None
@@ -55,43 +52,24 @@ class Changes(Protocol):
     def append(self, change: Change, /) -> None: ...
 
 
-class Digest:
-    """A number that stands for a set of hashes, in whatever order they came: a sum, so that a change of a large set is cheap.
-
-    What differs in one hash differs in the sum, but for one case in 2 ** 63.
-    """
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def count(self, hashes: Iterable[bytes], word: int, times: int = 1) -> None:
-        """Add one word of each hash; with `times` of -1 take it away."""
-        start = word * _WORD_BYTES
-        added = sum(int.from_bytes(each[start : start + _WORD_BYTES], "little") for each in hashes)
-        self.value = (self.value + times * added) & _MASK
-
-    def note(self, change: Change) -> None:
-        """Follow a change. (Before all is cleared, all is removed.)"""
-        if not isinstance(change, AllCleared):
-            self.count(change.hashes, _WORD_OF[change.tier], 1 if isinstance(change, BlocksStored) else -1)
-
-    def check(self, nodes: Iterable[Node]) -> None:
-        """It is that of these nodes and their checkpoints. Raises AssertionError."""
-        found = Digest()
-        for node in nodes:
-            for tier, is_there in ((MEMORY, node.residency.in_memory), (DISK, node.residency.on_disk)):
-                found.count([node.hash] if is_there else [], _WORD_OF[tier])
-            found.count(map(node.hash_at, node.residency.checkpoints), CHECKPOINT)
-        assert found.value == self.value, f"the digest of the trie is {found.value}, not {self.value}"
-
-
 def stored(chain: Sequence[Node], tier: str) -> BlocksStored:
     """The change that `chain`, nodes of which each is the parent of the next, came into a tier."""
     parent = chain[0].parent
     assert parent is not None, "a root has no blocks"
-    blocks = tuple(node.residency.blocks for node in chain) if tier == MEMORY else ()
+    blocks = (
+        tuple(tuple(block for _, block in node.residency.blocks) for node in chain)
+        if tier == MEMORY
+        else ()
+    )
     before = None if parent.parent is None else parent.hash
-    return BlocksStored(before, tuple(n.hash for n in chain), tuple(n.tokens for n in chain), blocks, tier, parent.salt)
+    return BlocksStored(
+        before,
+        tuple(n.hash for n in chain),
+        tuple(n.tokens for n in chain),
+        blocks,
+        tier,
+        parent.salt,
+    )
 
 
 def removed(nodes: Iterable[Node]) -> list[BlocksRemoved]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..hashing import decode, encode
 from ..spec import BLOCK_TOKENS
+from ..store.hashing import decode, encode
 from .index import KVIndex
 from .salts import SHARED
 from .trie import Node, PrefixRef
@@ -17,9 +17,12 @@ CAUSES = {
     "differs": "a known prompt continues with other tokens",
     "longer": "the prompt continues where the known one ends",
     "evicted": "the next tokens were known and their blocks were evicted",
-    "on disk": "the next tokens are on disk, but reading them takes longer than computing them, or is not possible now",
+    "on disk": "the next tokens are on disk, but reading them takes longer than computing them, "
+    "or is "
+    "not possible now",
     "no checkpoint": "more tokens are known, but no checkpoint of the window layers lies between",
-    "no room": "the tokens are known, but the pool has no room for a sequence that continues from them",
+    "no room": "the tokens are known, but a sequence that continues from them does not fit in the "
+    "pool",
     "draft": "more tokens are known to the model, but not to its draft",
 }
 # Enough to complete most lines of a text.
@@ -28,10 +31,11 @@ SHOWN = 64
 
 @dataclass(frozen=True)
 class Lookup:
-    """`hit` of `tokens` prompt tokens need not be computed; `matched` of them are in the trie.
+    """`hit` of `tokens` prompt tokens need not be computed; `matched` are in the trie.
 
-    `cause` is a key of CAUSES. Where the known tokens end in others, `given` and `expected` are up to SHOWN ids of the prompt and
-    of the known one, both from token number `known` on. `restored`: how many of the hit were brought back from disk for it.
+    `cause` is a key of CAUSES. Where the known tokens end in others, `given` and `expected` are up
+    to SHOWN ids of the prompt and of the known one, both from token number `known` on. `restored`:
+    how many of the hit were brought back from disk for it.
     """
 
     tokens: int
@@ -46,16 +50,24 @@ class Lookup:
         return f"{self.hit} of {self.tokens} tokens cached ({self.cause}: {CAUSES[self.cause]})"
 
 
-def explain(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, salt: bytes = SHARED) -> Lookup:
-    """The lookup of `tokens` under a salt whose match could be taken over up to `hit`."""
+def explain(
+    index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, salt: bytes = SHARED
+) -> Lookup:
+    """The lookup of `tokens` under a salt whose match could be resumed at `hit`."""
     cause = _cause(index, tokens, match, hit, salt)
-    expected = _ahead(match)[:SHOWN] if cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1 else []
+    expected = (
+        _continuation(match)[:SHOWN]
+        if cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1
+        else []
+    )
     given = tokens[match.tokens : match.tokens + SHOWN] if expected else ()
     return Lookup(len(tokens), match.tokens, hit, cause, tuple(given), tuple(expected))
 
 
-def beside(lookup: Lookup, tokens: Sequence[int], own: Sequence[int]) -> tuple[Lookup, bool]:
-    """The lookup of `tokens` with the one of several known ways on that `own` tokens take, and whether it is the one now."""
+def compared_with(lookup: Lookup, tokens: Sequence[int], own: Sequence[int]) -> tuple[Lookup, bool]:
+    """The lookup of `tokens` that expects what follows in `own`, and whether `own` begins like
+    the match.
+    """
     at = lookup.matched
     if len(own) <= at or list(own[:at]) != list(tokens[:at]):
         return lookup, False
@@ -71,16 +83,21 @@ def _cause(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, sa
     parent = match.full_nodes[-1] if match.full_nodes else index.trie.root_of(salt)
     if index.was_evicted(parent, encode(tokens[parent.end : parent.end + BLOCK_TOKENS])):
         return "evicted"
-    beside = match.partial is None and any(not child.residency.in_memory for child in parent.children)
-    if beside and index.trie.match(tokens, salt).tokens > match.tokens:
+    is_elsewhere = match.partial is None and any(
+        not child.residency.in_memory for child in parent.children
+    )
+    if is_elsewhere and index.trie.match(tokens, salt).tokens > match.tokens:
         return "on disk"
-    if _ahead(match):
+    if _continuation(match):
         return "differs"
     return "longer" if match.tokens else "new"
 
 
-def _ahead(match: PrefixRef) -> list[int]:
-    """Known tokens that follow a match; of several ways on the first one. None where nothing matched at all."""
+def _continuation(match: PrefixRef) -> list[int]:
+    """Known tokens that follow a match, along the first of several continuations.
+
+    Empty if nothing matched at all.
+    """
     node: Node | None = match.partial
     rest: list[int] = [] if node is None else decode(node.tokens)[match.partial_tokens :]
     if node is None and match.full_nodes:

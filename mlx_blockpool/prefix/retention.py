@@ -1,4 +1,5 @@
-"""What is kept for whom, and how long: pins, beginnings that the disk spares for a day, quotas of agents.
+"""What is retained for whom, and how long: pins, prefixes that stay on disk for a day, quotas of
+agents.
 
 Knows prefixes, sizes and the time; no arrays. Owned by the generation thread.
 """
@@ -8,29 +9,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from ..config import PoolConfig
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, STATE, WINDOW, Key
-from .accounting import ANONYMOUS
-from .eviction_order import is_superseded
-from .index import KVIndex, Pin
-from .residency import Checkpoint
+from .eviction import eviction_order
+from .index import ANONYMOUS, KVIndex
 from .salts import SHARED
-from .trie import Node
+from .trie import Checkpoint, Node, PinnedPrefix
 
 DAY_SECONDS = 86400.0
+# Sorts pins by when they end.
+_until = attrgetter("until")
 # How many of the largest owners report() names.
 SHOWN = 50
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """How what a request computes is kept.
+    """How long what a request computes is retained.
 
-    agent:      the owner of what is computed; None: the one owner of all that name no agent.
-    retention:  "memory": it is not written to disk. "day": the disk's budget spares it for a day after each use.
+    agent:      the owner of what is computed; None for the common owner of requests without an
+                agent.
+    retention:  "memory": it is not written to disk. "day": it stays on disk for a day after each
+                use.
     salt:       only requests with the same salt find it; SHARED: all do.
     """
 
@@ -48,16 +52,22 @@ class RetentionPolicy:
 
 
 class Retention:
-    """How long the prefixes of `index` are kept, and for whom. `pool_bytes`, `state_bytes`: room for blocks and for states."""
+    """How long the prefixes of `index` are retained.
 
-    def __init__(self, index: KVIndex, pool_bytes: int, state_bytes: int, config: PoolConfig) -> None:
+    `pool_bytes`, `state_bytes`: the budgets of blocks and states.
+    """
+
+    def __init__(
+        self, index: KVIndex, pool_bytes: int, state_bytes: int, config: PoolConfig
+    ) -> None:
         share = config.pinned_share
         self.index = index
         self.pins = Pins(index, int(pool_bytes * share), int(state_bytes * share))
-        self.days = TimedPins()
-        self.quotas = Quotas(index, config.agent_bytes, config.anonymous_bytes)
-        # The changes of pins that were passed to the store, and whether it spares any record for them.
-        self._passed_on, self._spares = 0, False
+        self.days = TimedPins(index)
+        self.quotas = Quotas(index, config.agent_bytes)
+        # The number of changes that were passed to the store, and whether it retains any record for
+        # them.
+        self._passed_on, self._has_passed = 0, False
         self._record_bytes = record_bytes(index)
 
     def use(self, path: Sequence[Node], hit: int) -> None:
@@ -65,35 +75,41 @@ class Retention:
         self.pins.use(path, hit)
         self.days.use(path, hit)
 
-    def spare_for_a_day(self, pin: Pin) -> None:
-        """Keep a prefix on disk for a day after each use: the disk's budget does not take it."""
+    def retain_for_a_day(self, pin: PinnedPrefix) -> None:
+        """Retain a prefix on disk for a day after each use, whatever the disk's budget drops."""
         if pin.ref.path:
             self.days.add(pin, DAY_SECONDS)
 
     def expire(self) -> None:
-        """Unpin what has been kept for long enough. Cheap."""
+        """Unpin what has been retained for long enough. Cheap."""
         self.pins.expire()
         self.days.expire()
 
-    def spare_on(self, store: PromptStore) -> None:
-        """Pass the store the records that its budget spares: up to half of it, and of more that which ends last. Cheap."""
+    def pass_to(self, store: PromptStore) -> None:
+        """Pass the store the records that it must not drop: up to half of its budget, those that
+        end last first. Cheap.
+        """
         changes = self.pins.changes + self.days.changes + self.index.num_merged
-        if changes == self._passed_on or not (self.pins or self.days or self._spares):
+        if changes == self._passed_on or not (self.pins or self.days or self._has_passed):
             return
-        self._passed_on, self._spares = changes, bool(self.pins or self.days)
-        left, spared = store.config.own_bytes // 2, set[Key]()
-        for pin in sorted([*self.pins, *self.days], key=_end, reverse=True):
-            added = self._records_of(pin) - spared
+        self._passed_on, self._has_passed = changes, bool(self.pins or self.days)
+        left, retained = store.config.store_bytes // 2, set[Key]()
+        for pin in sorted([*self.pins, *self.days], key=_until, reverse=True):
+            added = self._records_of(pin) - retained
             left -= sum(store.size(key) or self._record_bytes[key.kind] for key in added)
             if left < 0:
                 break
-            spared |= added
-        store.keep(spared)
+            retained |= added
+        store.keep(retained)
 
-    def _records_of(self, pin: Pin) -> set[Key]:
+    def _records_of(self, pin: PinnedPrefix) -> set[Key]:
         """The records that a pinned prefix is resumed from, on disk or not."""
-        found = {Key(BLOCK, each.hash) for node in pin.nodes for each in self.index.with_superseded(node)}
-        found |= {Key(WINDOW, node.hash) for node in pin.nodes if node.end in node.residency.window_records}
+        found = {Key(BLOCK, each.hash) for node in pin.nodes for each in node.with_merged}
+        found |= {
+            Key(WINDOW, node.hash)
+            for node in pin.nodes
+            if node.end in node.residency.window_records
+        }
         last = pin.node and pin.node.latest
         if last is not None and last.start < pin.position <= last.end:
             found |= {Key(kind, last.hash_at(pin.position)) for kind in (WINDOW, STATE)}
@@ -103,17 +119,11 @@ class Retention:
         self.pins.clear()
         self.days.clear()
 
-    def figures(self) -> list[int]:
-        """Numbers that are equal on all ranks of a group."""
-        counts = [len(self.pins), self.pins.changes, len(self.days), self.days.changes]
-        return [*counts, self.pins.num_gave_way, self.pins.num_refused, self.quotas.num_evicted]
-
     def report(self) -> dict[str, Any]:
         """Figures for people; sizes in bytes."""
         return {
             "agents": self.index.accounting.largest(SHOWN),
             "agent_bytes": self.quotas.agent_bytes,
-            "anonymous_bytes": self.quotas.anonymous_bytes,
             "forgotten_for_quotas": self.quotas.num_evicted,
             "pinned": self.pins.report(),
             "kept_for_a_day": len(self.days),
@@ -121,128 +131,155 @@ class Retention:
 
 
 class Quotas:
-    """The most bytes of `index` for each agent, and for all requests together that name none; None: no limit.
+    """The most bytes of `index` for each named agent, without a limit if None.
 
-    What is over goes from memory, and stays on disk where it is: first checkpoints that a conversation has left behind, then the
-    ends of sequences, the least recently used first, then other checkpoints. Nothing of another agent goes, nothing that is
-    pinned or in use, and no block that others lead on from.
+    The excess is evicted from memory, and stays on disk: first superseded checkpoints, then the
+    ends of sequences, the least recently used first, then other checkpoints. It does not evict what
+    other agents own, what is pinned or in use, or blocks that others continue.
     """
 
-    def __init__(self, index: KVIndex, agent_bytes: int | None, anonymous_bytes: int | None) -> None:
+    def __init__(self, index: KVIndex, agent_bytes: int | None) -> None:
         self.index = index
         self.agent_bytes = agent_bytes
-        self.anonymous_bytes = anonymous_bytes
         self.num_evicted = 0
 
     def limit(self, owner: str) -> int | None:
-        return self.anonymous_bytes if owner == ANONYMOUS else self.agent_bytes
+        return None if owner == ANONYMOUS else self.agent_bytes
 
     def enforce(self, owner: str) -> None:
         """Evict what an owner has over its limit, as far as it may be evicted."""
-        if self._is_over(owner):
-            self._evict_checkpoints(owner, only_left_behind=True)
-            self._evict_ends(owner)
-            self._evict_checkpoints(owner)
+        candidates = self._candidates(owner)
+        while self._is_over(owner) and (found := next(candidates, None)) is not None:
+            if isinstance(found, Checkpoint):
+                self.index.remove_checkpoint(found)
+            else:
+                self.index.evict(found)
+            self.num_evicted += 1
 
     def _is_over(self, owner: str) -> bool:
         limit = self.limit(owner)
         return limit is not None and self.index.accounting.nbytes(owner) > limit
 
-    def _evict_ends(self, owner: str) -> None:
+    def _candidates(self, owner: str) -> Iterator[Checkpoint | Node]:
+        """What may be evicted of an owner's, in order.
+
+        Each is evicted before the next is looked for.
+        """
+        yield from self._checkpoints(owner, only_superseded=True)
         went = True
-        # Where an end has gone, the node before it may be one.
-        while went and self._is_over(owner):
+        # Where an end was evicted, the node before it may be one.
+        while went:
             went = False
             for node in self._ends(owner):
-                if self._is_over(owner):
-                    self.index.evict(node)
-                    self.num_evicted, went = self.num_evicted + 1, True
+                went = True
+                yield node
+        yield from self._checkpoints(owner)
 
     def _ends(self, owner: str) -> Iterator[Node]:
-        """The owner's nodes with nothing in memory below them, and no other agent's checkpoint in them."""
+        """The owner's nodes with nothing in memory below them, and no other agent's checkpoint
+        in them.
+        """
         index = self.index
         for group in index.full_groups[:1]:
-            for block in index.pool.eviction_order(group):
+            for block in eviction_order(index.pool, group):
                 node = index.node_of((group, block))
                 if node is None or index.accounting.owner_of((group, block)) != owner:
                     continue
-                others = any(checkpoint.owner not in (owner, None) for checkpoint in node.residency.checkpoints.values())
-                if not others and not any(c.residency.in_memory or c.residency.checkpoints for c in node.children):
+                others = any(
+                    checkpoint.owner not in (owner, None)
+                    for checkpoint in node.residency.checkpoints.values()
+                )
+                if not others and not any(
+                    c.residency.in_memory or c.residency.checkpoints for c in node.children
+                ):
                     yield node
 
-    def _evict_checkpoints(self, owner: str, only_left_behind: bool = False) -> None:
-        if not self._is_over(owner):
-            return
-        nodes = {checkpoint: node for node in self.index.trie for checkpoint in node.residency.checkpoints.values()}
-        for checkpoint in [item for item in self.index.accounting.of(owner) if isinstance(item, Checkpoint)]:
-            node = nodes[checkpoint]
-            may_go = not self.index.is_pinned(node, checkpoint) and (not only_left_behind or is_superseded(node, checkpoint))
-            if self._is_over(owner) and may_go and self._frees(owner, checkpoint):
-                self.index.remove_checkpoint(node, checkpoint)
-                self.num_evicted += 1
+    def _checkpoints(self, owner: str, only_superseded: bool = False) -> Iterator[Checkpoint]:
+        for item in list(self.index.accounting.items_of(owner)):
+            if (
+                isinstance(item, Checkpoint)
+                and (not only_superseded or item.superseded)
+                and self._may_go(owner, item)
+            ):
+                yield item
 
-    def _frees(self, owner: str, checkpoint: Checkpoint) -> bool:
-        """Return whether anything of the owner's is in it, and nothing of another agent's that only it has."""
+    def _may_go(self, owner: str, checkpoint: Checkpoint) -> bool:
+        """Return whether an unpinned checkpoint has something of the owner's, and nothing of
+        another agent's that only it has.
+        """
+        if self.index.is_pinned(checkpoint):
+            return False
         owners = {owned: self.index.accounting.owner_of(owned) for owned in checkpoint.ring_blocks}
         others = [owned for owned, other in owners.items() if other not in (owner, None)]
-        if any(self.index.pool.groups[group].blocks[block].cached_refs == 1 for group, block in others):
+        if any(
+            self.index.pool.groups[group].blocks[block].cached_refs == 1 for group, block in others
+        ):
             return False
         return checkpoint.nbytes > 0 or owner in owners.values()
 
 
 class TimedPins:
-    """Pins that end by `clock`, the one that ends soonest first. `changes` counts those that were added and removed."""
+    """Pins that end by `clock`, the one that ends soonest first.
 
-    def __init__(self) -> None:
+    `changes` counts those that were added and removed.
+    """
+
+    def __init__(self, index: KVIndex) -> None:
+        self.index = index
         self.clock: Callable[[], float] = time.monotonic
         self.changes = 0
-        self._all: dict[bytes, Pin] = {}
-        self._soonest = 0.0
+        self._all: dict[bytes, PinnedPrefix] = {}
 
-    def __iter__(self) -> Iterator[Pin]:
-        return iter(sorted(self._all.values(), key=_end))
+    def __iter__(self) -> Iterator[PinnedPrefix]:
+        return iter(sorted(self._all.values(), key=_until))
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, pin: Pin, seconds: float) -> None:
-        """Let a pin last for `seconds` from now, in place of its old self and of shorter ones that end no later."""
+    def add(self, pin: PinnedPrefix, seconds: float) -> None:
+        """Let a pin last for `seconds` from now, in place of its old self and of shorter ones
+        that end no later.
+        """
         pin.seconds, pin.until = seconds, self.clock() + seconds
         old = self._all.get(pin.name)
-        if old is not None and _end(old) > pin.until:
+        if old is not None and old.until > pin.until:
             pin.seconds, pin.until = old.seconds, old.until
         nodes = {node.latest for node in pin.ref.path}
-        for other in [other for other in self._all.values() if other is old or _is_covered(other, pin, nodes)]:
+        for other in [
+            other for other in self._all.values() if other is old or _is_covered(other, pin, nodes)
+        ]:
             self.remove(other)
         self.put(pin)
 
-    def put(self, pin: Pin) -> None:
+    def put(self, pin: PinnedPrefix) -> None:
         self._all[pin.name] = pin
-        self._soonest = min(self._soonest, _end(pin))
-        self.changes += 1
+        self._count_change(pin)
 
-    def remove(self, pin: Pin) -> None:
+    def remove(self, pin: PinnedPrefix) -> None:
         del self._all[pin.name]
+        self._count_change(pin)
+
+    def _count_change(self, pin: PinnedPrefix) -> None:
         self.changes += 1
+        self.index.mark("timed pin", pin.name)
 
     def use(self, path: Sequence[Node], hit: int) -> None:
-        """The first `hit` tokens of a path were used: the longest pin that ends among them stays for its time again."""
+        """The first `hit` tokens of a path were used: the longest pin that ends among them stays
+        for its time again.
+        """
         if not self._all:
             return
         nodes = set(path)
         used = [pin for pin in self._all.values() if pin.is_in(nodes, hit)]
         longest = max(used, key=lambda pin: pin.ref.tokens, default=None)
         if longest is not None:
-            longest.until = max(_end(longest), self.clock() + longest.seconds)
+            longest.until = max(longest.until, self.clock() + longest.seconds)
 
     def expire(self) -> None:
         """Remove the pins whose time is over. Cheap where there are none."""
-        now = self.clock()
-        if now < self._soonest or not self._all:
-            return
-        for pin in [pin for pin in self._all.values() if _end(pin) <= now]:
+        now = self.clock() if self._all else 0.0
+        for pin in [pin for pin in self._all.values() if pin.until <= now]:
             self.remove(pin)
-        self._soonest = min(map(_end, self._all.values()), default=0.0)
 
     def clear(self) -> None:
         for pin in list(self._all.values()):
@@ -250,23 +287,29 @@ class TimedPins:
 
 
 class Pins(TimedPins):
-    """What is pinned in memory: of each kind of pin at most `most_bytes` of blocks and `most_state_bytes` of states.
+    """What is pinned in memory: of each kind of pin at most `most_bytes` of blocks and
+    `most_state_bytes` of states.
 
-    Pins that end give way, the one that ends soonest first: to later ones beyond the limits, and to requests. Pins without an end
-    give way to nothing, and are refused beyond the limits. `num_gave_way` counts pins that made room for requests, `num_refused`
-    timed ones that are too large by themselves. Iteration and len() are of those that end.
+    Timed pins are released for later ones beyond the limits and for requests, the one that ends
+    soonest first. Pins without an end are never released, and are refused beyond the limits.
+    `num_gave_way` counts pins that were released for requests, `num_refused` timed ones that are
+    too large by themselves. Iteration and len() are of timed pins.
     """
 
     def __init__(self, index: KVIndex, most_bytes: int, most_state_bytes: int) -> None:
-        super().__init__()
-        self.index = index
+        super().__init__(index)
         self.most_bytes = most_bytes
         self.most_state_bytes = most_state_bytes
-        self._endless: dict[Pin, None] = {}
+        self._endless: dict[PinnedPrefix, None] = {}
+        # Bytes of timed pins; None if they are to be counted again.
+        self._nbytes: int | None = None
         self.num_gave_way = self.num_refused = 0
 
-    def pin(self, pin: Pin, seconds: float) -> None:
-        """Keep a prefix in memory for `seconds` after each use. Beyond the limits, those that end soonest go."""
+    def pin(self, pin: PinnedPrefix, seconds: float) -> None:
+        """Retain a prefix in memory for `seconds` after each use.
+
+        Beyond the limits, those that end soonest go.
+        """
         if not pin.ref.path:
             return
         self.add(pin, seconds)
@@ -275,16 +318,21 @@ class Pins(TimedPins):
             self.num_refused += 1
         self._limit()
 
-    def put(self, pin: Pin) -> None:
+    def put(self, pin: PinnedPrefix) -> None:
         super().put(pin)
         self.index.pin(pin)
+        self._nbytes = None
 
-    def remove(self, pin: Pin) -> None:
+    def remove(self, pin: PinnedPrefix) -> None:
         super().remove(pin)
         self.index.unpin(pin)
+        self._nbytes = None
 
-    def hold(self, pin: Pin) -> bool:
-        """Keep a prefix in memory until unpin(). Returns False, and keeps nothing, where that is beyond the limits."""
+    def hold(self, pin: PinnedPrefix) -> bool:
+        """Retain a prefix in memory until unpin().
+
+        Returns False, and does nothing, where that is beyond the limits.
+        """
         self.index.pin(pin)
         if self._is_too_much([*self._endless, pin]):
             self.index.unpin(pin)
@@ -292,29 +340,40 @@ class Pins(TimedPins):
         self._endless[pin] = None
         return True
 
-    def unpin(self, pin: Pin) -> None:
-        """Take back hold()."""
+    def unpin(self, pin: PinnedPrefix) -> None:
+        """Undo hold()."""
         self._endless.pop(pin, None)
         self.index.unpin(pin)
 
     def use(self, path: Sequence[Node], hit: int) -> None:
         if self:
             super().use(path, hit)
-            # What came back from disk for it counts again.
+            self._nbytes = None
+            # What was restored from disk for it counts again.
             self._limit()
 
-    def release_soonest(self) -> Pin | None:
-        """Unpin the one that ends soonest, and return it; None: there is none."""
+    def release_soonest(self) -> PinnedPrefix | None:
+        """Unpin the one that ends soonest, and return it.
+
+        Returns None if there are no timed pins.
+        """
         soonest = next(iter(self), None)
         if soonest is not None:
             self.remove(soonest)
         return soonest
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those that end, counted when pins were added, removed or used."""
+        if self._nbytes is None:
+            self._nbytes = sum(self.index.pinned_bytes(self))
+        return self._nbytes
+
     def report(self) -> dict[str, int]:
         """Figures of those that end; sizes in bytes."""
         return {
             "pins": len(self),
-            "pinned_bytes": sum(self.index.pinned_bytes(self)),
+            "pinned_bytes": self.nbytes,
             "most_pinned_bytes": self.most_bytes + self.most_state_bytes,
             "gave_way": self.num_gave_way,
             "refused": self.num_refused,
@@ -323,14 +382,18 @@ class Pins(TimedPins):
     def check(self) -> None:
         """Pins that end are within the limits. Raises AssertionError."""
         blocks, states = self.index.pinned_bytes(self)
-        assert blocks <= self.most_bytes, f"{blocks} bytes of blocks are pinned; {self.most_bytes} may be"
-        assert states <= self.most_state_bytes, f"{states} bytes of states are pinned; {self.most_state_bytes} may be"
+        assert blocks <= self.most_bytes, (
+            f"{blocks} bytes of blocks are pinned; {self.most_bytes} may be"
+        )
+        assert states <= self.most_state_bytes, (
+            f"{states} bytes of states are pinned; {self.most_state_bytes} may be"
+        )
 
     def _limit(self) -> None:
         while self._is_too_much(self):
             self.release_soonest()
 
-    def _is_too_much(self, pins: Iterable[Pin]) -> bool:
+    def _is_too_much(self, pins: Iterable[PinnedPrefix]) -> bool:
         blocks, states = self.index.pinned_bytes(pins)
         return blocks > self.most_bytes or states > self.most_state_bytes
 
@@ -343,11 +406,10 @@ def record_bytes(index: KVIndex) -> dict[str, int]:
     return {BLOCK: full, WINDOW: sum(sizes) - full, STATE: spec.fixed_bytes_per_agent()}
 
 
-def _end(pin: Pin) -> float:
-    assert pin.until is not None, "a pin without an end"
-    return pin.until
-
-
-def _is_covered(other: Pin, pin: Pin, nodes: set[Node]) -> bool:
-    """Return whether `pin`, in these nodes, keeps for as long all that `other` keeps."""
-    return other.position == pin.position and _end(other) <= _end(pin) and other.is_in(nodes, pin.ref.tokens)
+def _is_covered(other: PinnedPrefix, pin: PinnedPrefix, nodes: set[Node]) -> bool:
+    """Return whether `pin`, in these nodes, retains for as long all that `other` retains."""
+    return (
+        other.position == pin.position
+        and other.until <= pin.until
+        and other.is_in(nodes, pin.ref.tokens)
+    )

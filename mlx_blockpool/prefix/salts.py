@@ -1,41 +1,47 @@
-"""Salts: what keeps prefixes apart that begin with the same tokens. Knows bytes; no tokens, no trie.
+"""Salts: what separates prefixes that begin with the same tokens. Knows bytes; no tokens, no trie.
 
-A salt is mixed into the hash of a root, so that nothing under it has a hash in common with anything else. SHARED is no salt.
-The first byte of a salt says what it comes from: an import, an API key, or the `cache_salt` of requests.
+A salt is mixed into the hash of a root, so that no hash under it occurs elsewhere. SHARED stands
+for no salt. The first byte of a salt says what it comes from: an API key, the `cache_salt` of
+requests, or the origin of a page.
 """
 
 from __future__ import annotations
 
 import hashlib
-import secrets
 
 SALT_BYTES = 32
 SHARED = b""
 
-_IMPORT, _KEY, _REQUEST = b"I", b"K", b"S"
-# The digest of a cache_salt in a salt that comes from one; behind it stands that of the key, or zeros.
+_KEY, _REQUEST, _ORIGIN = b"K", b"S", b"O"
+# The digest of a cache_salt in a salt that comes from one; that of the key, or zeros, follow it.
 MARK_BYTES = 16
 
 
-def salt_of_import() -> bytes:
-    """A salt that nothing was kept under yet, for what came from outside and cannot be proven."""
-    return _IMPORT + secrets.token_bytes(SALT_BYTES - 1)
-
-
-def is_of_import(salt: bytes) -> bool:
-    """Return whether keys and values under this salt may stand on some that came from outside and were not proven."""
-    return salt.startswith(_IMPORT)
-
-
 def is_of_one_client(salt: bytes) -> bool:
-    """Return whether all that is kept under this salt is one client's. A `cache_salt` may be known to several."""
-    return salt.startswith((_IMPORT, _KEY))
+    """Return whether all prefixes under this salt are one client's.
+
+    Several clients may use the same `cache_salt`.
+    """
+    return salt.startswith(_KEY)
 
 
-def salt_of(key: str | None = None, cache_salt: str | None = None) -> bytes:
-    """The salt of requests with a `cache_salt`. `key`: the API key that shares with no other; None: keys share."""
+def salt_of(
+    key: str | None = None, cache_salt: str | None = None, origin: str | None = None
+) -> bytes:
+    """The salt of a request's prefixes, by all that it must have in common with others to share
+    them.
+
+    key: the API key that shares with no other, or None where keys share. origin: of the page of
+    another site that sent it.
+    """
     mark = b"" if cache_salt is None else _digest(cache_salt, MARK_BYTES)
-    return salt_marked(mark, key)
+    salt = salt_marked(mark, key)
+    if origin is None:
+        return salt
+    return (
+        _ORIGIN
+        + hashlib.blake2b(salt + _digest(origin, SALT_BYTES), digest_size=SALT_BYTES - 1).digest()
+    )
 
 
 def salt_marked(mark: bytes, key: str | None = None) -> bytes:

@@ -1,35 +1,39 @@
 """Cached prefixes: a tree whose edges are blocks of 256 tokens.
 
     match(tokens)      the longest cached prefix of a prompt
-    following(tokens)  what has come behind a prompt before
+    following(tokens)  what has followed a prompt before
     find(ref)          the same as match() for a prefix that is known by its hashes
     add(node, edge)    a new edge; shorter siblings that it contains are merged into it
     remove(node)       a node and all below it
 
-The last edge of a sequence may be shorter than a block. Siblings may start alike: matching inside a block is by token.
-A salt has a root of its own: prefixes under different salts never share a hash, an edge or a block.
-Knows tokens and hashes; what is kept of an edge is its `residency`, which this module never reads.
-Owned by the generation thread.
+The last edge of a sequence may be shorter than a block. Siblings may start alike: matching inside a
+block is by token. Each salt has its own root: prefixes under different salts never share a hash, an
+edge or a block. Knows tokens and hashes; what is cached of an edge is its `residency`, which the
+trie never reads. Owned by the generation thread.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from ..hashing import EDGE_BYTES, TOKEN_BYTES, decode, edge_hash, encode
 from ..spec import BLOCK_TOKENS, blocks_for
-from .residency import Residency
+from ..store.hashing import EDGE_BYTES, TOKEN_BYTES, decode, edge_hash, encode
+from ..store.record import BLOCK, STATE, WINDOW, Key
 from .salts import SALT_BYTES, SHARED
 
 # Of many siblings, this many on each side are checked.
 MAX_SIBLINGS = 64
+
+Owned = tuple[int, int]  # (layer group, block)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -48,7 +52,7 @@ class Node:
     hash: bytes
     salt: bytes = SHARED
     children: list[Node] = field(default_factory=list, repr=False)
-    residency: Residency = field(default_factory=Residency, repr=False)
+    residency: Residency = field(default_factory=lambda: Residency(), repr=False)
     merged_into: Node | None = field(default=None, repr=False)
     removed: bool = False
     number: int = 0
@@ -69,6 +73,11 @@ class Node:
             node = node.merged_into
         return node
 
+    @property
+    def with_merged(self) -> list[Node]:
+        """This node, and the shorter edges whose records serve until it is on disk."""
+        return [self, *self.residency.shorter]
+
     def hash_at(self, end: int) -> bytes:
         """The hash of the prefix that ends before token number `end`, inside this edge."""
         if end == self.end or self.parent is None:
@@ -85,14 +94,25 @@ class Node:
         return nodes[::-1]
 
     def near_siblings(self) -> Iterator[tuple[Node, int]]:
-        """This node and the siblings that start like it, each with the absolute position up to which they are alike."""
+        """This node and the siblings that start like it, each with the absolute position up to
+        which they are alike.
+        """
         yield self, self.end
         siblings = self.parent.children if self.parent is not None else []
         if len(siblings) > 1:
             at = bisect_left(siblings, self.tokens, key=_tokens)
-            for nearby in (siblings[at + 1 : at + 1 + MAX_SIBLINGS], siblings[max(0, at - MAX_SIBLINGS) : at][::-1]):
-                alike = ((node, common_prefix(node.tokens, self.tokens) // TOKEN_BYTES) for node in nearby)
-                yield from ((node, self.start + count) for node, count in takewhile(lambda found: found[1], alike))
+            for nearby in (
+                siblings[at + 1 : at + 1 + MAX_SIBLINGS],
+                siblings[max(0, at - MAX_SIBLINGS) : at][::-1],
+            ):
+                alike = (
+                    (node, common_prefix(node.tokens, self.tokens) // TOKEN_BYTES)
+                    for node in nearby
+                )
+                yield from (
+                    (node, self.start + count)
+                    for node, count in takewhile(lambda found: found[1], alike)
+                )
 
     def subtree(self) -> Iterator[Node]:
         stack = [self]
@@ -104,10 +124,12 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class PrefixRef:
-    """A prefix of `tokens` tokens under `salt`, named by the hash at the end of each block; the last may end inside its block.
+    """A prefix of `tokens` tokens under `salt`, named by the hash at the end of each block; the
+    last may end inside its block.
 
-    `path`: the edges that hold it, from the first on, of which the last may hold more tokens than these. Empty where the prefix
-    is known by its hashes alone, `named`; `Trie.find()` looks for its edges.
+    `path`: the edges that hold it, from the first on, of which the last may hold more tokens than
+    these. Empty where the prefix is known by its hashes alone, `named`; `Trie.find()` looks for its
+    edges.
     """
 
     named: tuple[bytes, ...] = ()
@@ -116,7 +138,7 @@ class PrefixRef:
     path: tuple[Node, ...] = field(default=(), repr=False)
 
     @staticmethod
-    def of(path: Sequence[Node], tokens: int, salt: bytes = SHARED) -> PrefixRef:
+    def from_path(path: Sequence[Node], tokens: int, salt: bytes = SHARED) -> PrefixRef:
         """The first `tokens` tokens of a path."""
         return PrefixRef((), tokens, salt, tuple(path[: blocks_for(tokens)]))
 
@@ -135,7 +157,10 @@ class PrefixRef:
         """The hash at the end of each block. Computed at its first use: most lookups need none."""
         if not self.path:
             return self.named
-        return (*(node.hash for node in self.path[:-1]), self.path[-1].hash_at(min(self.tokens, self.path[-1].end)))
+        return (
+            *(node.hash for node in self.path[:-1]),
+            self.path[-1].hash_at(min(self.tokens, self.path[-1].end)),
+        )
 
     @property
     def full_nodes(self) -> tuple[Node, ...]:
@@ -154,10 +179,10 @@ class PrefixRef:
 
     def first(self, tokens: int) -> PrefixRef:
         """Its first `tokens` tokens, at most all."""
-        return self if tokens >= self.tokens else PrefixRef.of(self.path, tokens, self.salt)
+        return self if tokens >= self.tokens else PrefixRef.from_path(self.path, tokens, self.salt)
 
     def detached(self) -> PrefixRef:
-        """The same prefix by its hashes alone, which keep no edge in memory."""
+        """The same prefix by its hashes alone, which do not hold edges in memory."""
         return PrefixRef(self.hashes, self.tokens, self.salt)
 
     def token_ids(self) -> list[int]:
@@ -171,14 +196,157 @@ class PrefixRef:
         return nodes
 
 
+@dataclass(eq=False)
+class PinnedPrefix:
+    """A prefix that stays in memory: the blocks of its edges and, of their checkpoints, the one at
+    `position` of `node`.
+
+    `until`: a time of the clock it is measured by, `seconds` after the last use; infinite if it
+    stays until it is unpinned.
+    """
+
+    ref: PrefixRef
+    node: Node | None = None
+    position: int = 0
+    seconds: float = 0.0
+    until: float = math.inf
+
+    @property
+    def name(self) -> bytes:
+        """The hash of its tokens."""
+        return self.ref.hashes[-1]
+
+    @property
+    def nodes(self) -> set[Node]:
+        """The edges that it retains, as they are in the trie now."""
+        own = set() if self.node is None else {self.node.latest}
+        return own.union(node.latest for node in self.ref.path)
+
+    def is_in(self, nodes: set[Node], end: int) -> bool:
+        """Return whether it is a beginning of `end` tokens in these nodes.
+
+        Its last edge may be part of a longer one now.
+        """
+        return self.ref.tokens <= end and self.ref.path[-1].latest in nodes
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """What window and state layers held at one token position.
+
+    rings:       per window group the ring's block ids and its ring index.
+    states:      per state leaf its arrays, copies; `nbytes`: their size.
+    kind:        what ends here: system, user or assistant.
+    owner:       the agent whose bytes it counts as, if any.
+    node:        the edge that it lies in; the index sets it.
+    is_queued:   whether it was handed to the tier to be written.
+    superseded:  whether its conversation has a later one of the same kind and it was not resumed
+                 since: evicted before others.
+    """
+
+    position: int
+    rings: dict[int, tuple[tuple[int, ...], int]]
+    states: dict[int, list[Any]] = field(default_factory=dict, repr=False)
+    kind: str = "assistant"
+    owner: str | None = None
+    is_queued: bool = False
+    superseded: bool = False
+    node: Node = field(init=False, repr=False)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for arrays in self.states.values() for a in arrays if a is not None)
+
+    @property
+    def ring_blocks(self) -> list[Owned]:
+        return [(group, block) for group, (ids, _) in self.rings.items() for block in ids]
+
+
+@dataclass(eq=False, slots=True)
+class Residency:
+    """Where the keys and values of one edge are.
+
+    blocks:          of each full layer group the block, while `in_memory`.
+    on_disk:         whether its block record is on disk, or about to be.
+    checkpoints:     those inside the edge, by absolute token position.
+    window_records:  the positions at which window records end, each with that of the checkpoint it
+                     was cut from.
+    state_records:   the positions of state records.
+    shorter:         edges that were merged into this one; the records of those on disk serve until
+                     this one is on disk.
+    pins:            those that retain its blocks.
+    kind:            what ends here: system, user or assistant.
+    owner:           the agent whose bytes its blocks count as, if any.
+    is_above:        whether something in memory belongs to an edge below; `is_end`: whether
+                     something belongs to this edge alone.
+    """
+
+    blocks: tuple[Owned, ...] = ()
+    in_memory: bool = True
+    on_disk: bool = False
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    window_records: dict[int, int] = field(default_factory=dict)
+    state_records: set[int] = field(default_factory=set)
+    shorter: list[Node] = field(default_factory=list)
+    pins: set[PinnedPrefix] = field(default_factory=set)
+    kind: str = "assistant"
+    owner: str | None = None
+    is_above: bool = False
+    is_end: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether something of this edge is in memory."""
+        return bool(self.blocks or self.checkpoints)
+
+    @property
+    def ring_blocks(self) -> list[Owned]:
+        """Every ring block, once for each checkpoint."""
+        return [
+            owned for checkpoint in self.checkpoints.values() for owned in checkpoint.ring_blocks
+        ]
+
+    @property
+    def owned(self) -> list[Owned]:
+        """Every block of it in memory."""
+        return [*self.blocks, *self.ring_blocks]
+
+    def merge(self, old: Node) -> None:
+        """Take the checkpoints, pins and records of a shorter edge that this one contains."""
+        shorter = old.residency
+        self.checkpoints |= shorter.checkpoints
+        # Where both have a record, that of this edge counts.
+        self.window_records = shorter.window_records | self.window_records
+        self.state_records |= shorter.state_records
+        self.pins |= shorter.pins
+        self.shorter += [*shorter.shorter, *([old] if shorter.on_disk else [])]
+        shorter.checkpoints, shorter.pins, shorter.shorter = {}, set(), []
+
+
+def records_of(node: Node) -> Iterator[Key]:
+    """The records of an edge, of the shorter ones that it contains, and of its checkpoints, on
+    disk or not.
+    """
+    for each in node.with_merged:
+        yield Key(BLOCK, each.hash)
+    for kind, ends in (
+        (WINDOW, node.residency.window_records),
+        (STATE, node.residency.state_records),
+    ):
+        yield from (Key(kind, node.hash_at(end)) for end in ends)
+
+
 class Trie:
     """`namespace` names what the blocks were computed with: weights, adapter, spec, KV dtype."""
 
     def __init__(self, namespace: str) -> None:
         seed = hashlib.blake2b(namespace.encode(), digest_size=32).digest()
         self.root = Node(None, 0, b"", seed)
-        # A salted root stays for as long as an edge, or a caller, refers to it.
+        # A salted root stays for as long as it has an edge, or a caller refers to it.
         self._salted: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
+        # The roots that have edges, by salt: edges that are on disk alone are referred to by their
+        # parents and children only.
+        self._with_edges: dict[bytes, Node] = {}
         # Every edge by its hash, and some that are no longer part of the tree.
         self._by_hash: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
         self._num_added = 0
@@ -205,7 +373,9 @@ class Trie:
         return root
 
     def root_named(self, digest: bytes, salt: str | None) -> Node | None:
-        """The root whose hash is `digest`, under the salt that a record names in hexadecimal; None: there is no such root."""
+        """The root whose hash is `digest`, under the salt that a record names in hexadecimal, or
+        None.
+        """
         if not salt:
             return self.root if digest == self.root.hash else None
         try:
@@ -215,12 +385,19 @@ class Trie:
         root = self.root_of(salt_bytes) if len(salt_bytes) == SALT_BYTES else None
         return root if root is not None and root.hash == digest else None
 
-    def match(self, tokens: Sequence[int], salt: bytes = SHARED, start: PrefixRef | None = None) -> PrefixRef:
+    def match(
+        self, tokens: Sequence[int], salt: bytes = SHARED, start: PrefixRef | None = None
+    ) -> PrefixRef:
         """The longest cached prefix of `tokens` under a salt. Changes nothing.
 
-        `start`: a prefix of these tokens that was matched before; its whole edges are not compared again if still cached.
+        `start`: a prefix of these tokens that was matched before; its whole edges are not compared
+        again if still cached.
         """
-        nodes = [] if start is None or start.salt != salt else list(start.cached_nodes()[: len(tokens) // BLOCK_TOKENS])
+        nodes = (
+            []
+            if start is None or start.salt != salt
+            else list(start.cached_nodes()[: len(tokens) // BLOCK_TOKENS])
+        )
         node = nodes[-1] if nodes else self.root_of(salt)
         for at in range(node.end, len(tokens), BLOCK_TOKENS):
             edge = encode(tokens[at : at + BLOCK_TOKENS])
@@ -229,14 +406,22 @@ class Trie:
                 break
             nodes.append(child)
             if count < BLOCK_TOKENS:
-                return PrefixRef.of(nodes, at + count, salt)
+                return PrefixRef.from_path(nodes, at + count, salt)
             node = child
-        return PrefixRef.of(nodes, node.end, salt)
+        return PrefixRef.from_path(nodes, node.end, salt)
 
-    def following(self, tokens: Sequence[int], at_most: int, salt: bytes = SHARED, start: PrefixRef | None = None) -> list[int]:
-        """Up to `at_most` tokens that have followed all of `tokens` under a salt; of several continuations the one added last.
+    def following(
+        self,
+        tokens: Sequence[int],
+        at_most: int,
+        salt: bytes = SHARED,
+        start: PrefixRef | None = None,
+    ) -> list[int]:
+        """Up to `at_most` tokens that have followed all of `tokens` under a salt; of several
+        continuations the one added last.
 
-        `start`: as in match(). Empty where `tokens` are not cached as a whole, or nothing follows them.
+        `start`: as in match(). Empty where `tokens` are not cached as a whole, or nothing follows
+        them.
         """
         match = self.match(tokens, salt, start)
         if not match.path or match.tokens < len(tokens):
@@ -251,22 +436,30 @@ class Trie:
             found += decode(node.tokens)
         return found[:at_most]
 
-    def find(self, ref: PrefixRef) -> PrefixRef:
-        """As much of a prefix as is cached, found by its hashes."""
+    def find(self, ref: PrefixRef, root: Node | None = None) -> PrefixRef:
+        """As much of a prefix as is cached, found by its hashes.
+
+        `root`: by default that of its salt.
+        """
         nodes: list[Node] = []
         for index, digest in enumerate(ref.hashes):
             size = min(BLOCK_TOKENS, ref.tokens - index * BLOCK_TOKENS)
-            parent = nodes[-1] if nodes else self.root_of(ref.salt)
+            parent = nodes[-1] if nodes else root or self.root_of(ref.salt)
             child = self.child_by_hash(parent, digest)
             if child is None and size < BLOCK_TOKENS:
-                child = next((child for child in parent.children if _starts_with(child, digest, size)), None)
+                child = next(
+                    (child for child in parent.children if _starts_with(child, digest, size)), None
+                )
             if child is None or child.end - child.start < size:
                 break
             nodes.append(child)
-        return PrefixRef.of(nodes, min(ref.tokens, len(nodes) * BLOCK_TOKENS), ref.salt)
+        return PrefixRef.from_path(nodes, min(ref.tokens, len(nodes) * BLOCK_TOKENS), ref.salt)
 
     def deepest(self, ref: PrefixRef) -> Node | None:
-        """The last cached edge of a prefix: the end of find(), looked for from the end. None: nothing is cached."""
+        """The last cached edge of a prefix: the end of find(), searched from the end.
+
+        Returns None if nothing is cached.
+        """
         for index in range(len(ref.hashes) - 1, -1, -1):
             found = self._by_hash.get(ref.hashes[index])
             node = None if found is None else found.latest
@@ -274,17 +467,35 @@ class Trie:
                 continue
             size = ref.tokens - (index + 1) * BLOCK_TOKENS
             if 0 < size < BLOCK_TOKENS:
-                return next((child for child in node.children if _starts_with(child, ref.hashes[-1], size)), node)
+                return next(
+                    (child for child in node.children if _starts_with(child, ref.hashes[-1], size)),
+                    node,
+                )
             return node
         return None
+
+    def node(self, digest: bytes) -> Node | None:
+        """The edge with this hash, which may have been merged into a longer one or removed.
+
+        Returns None if there is none.
+        """
+        return self._by_hash.get(digest)
 
     def child(self, node: Node, edge: bytes) -> Node | None:
         """The child that begins with all tokens of `edge`, if there is one."""
         child, count = _longest_match(node, edge)
         return child if child is not None and count * TOKEN_BYTES == len(edge) else None
 
+    def children_with(self, node: Node, edge: bytes) -> Iterator[Node]:
+        """The children that begin with all tokens of `edge`."""
+        at = bisect_left(node.children, edge, key=_tokens)
+        return takewhile(lambda child: child.tokens.startswith(edge), node.children[at:])
+
     def child_by_hash(self, parent: Node, digest: bytes) -> Node | None:
-        """The child whose hash is `digest`, or the longer edge that it was merged into; None: there is neither."""
+        """The child whose hash is `digest`, or the longer edge that it was merged into.
+
+        Returns None if there is neither.
+        """
         found = self._by_hash.get(digest)
         found = None if found is None else found.latest
         if found is None or found.parent is not parent:
@@ -292,12 +503,29 @@ class Trie:
         at = bisect_left(parent.children, found.tokens, key=_tokens)
         return found if at < len(parent.children) and parent.children[at] is found else None
 
-    def add(self, node: Node, edge: bytes, residency: Residency | None = None) -> tuple[Node, list[Node]]:
-        """A new child. Returns it and the shorter siblings that it contains: they are merged into it and out of the tree."""
+    def add(
+        self, node: Node, edge: bytes, residency: Residency | None = None
+    ) -> tuple[Node, list[Node]]:
+        """A new child.
+
+        Returns it and the shorter siblings that it contains: they are merged into it and out of the
+        tree.
+        """
         residency = Residency() if residency is None else residency
         self._num_added += 1
-        new = Node(node, node.end, edge, edge_hash(node.hash, edge), node.salt, [], residency, number=self._num_added)
-        shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
+        new = Node(
+            node,
+            node.end,
+            edge,
+            edge_hash(node.hash, edge),
+            node.salt,
+            [],
+            residency,
+            number=self._num_added,
+        )
+        shorter = [
+            c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)
+        ]
         for old in shorter:
             old.merged_into = new
             node.children.remove(old)
@@ -313,11 +541,15 @@ class Trie:
         assert node.parent is not None
         insort(node.parent.children, node, key=_tokens)
         self._by_hash[node.hash] = node
+        if node.parent.parent is None:
+            self._with_edges[node.salt] = node.parent
 
     def remove(self, node: Node) -> list[Node]:
         """Cut a node and all below it off. Returns them."""
         assert node.parent is not None, "the root cannot be removed"
         node.parent.children.remove(node)
+        if node.parent.parent is None and not node.parent.children:
+            del self._with_edges[node.salt]
         removed = list(node.subtree())
         for each in removed:
             each.removed = True
@@ -328,8 +560,12 @@ class Trie:
         for node in self:
             parent = node.parent
             assert parent is not None
-            assert parent.end == node.start, f"node starts at {node.start}, its parent ends at {parent.end}"
-            assert parent.parent is None or parent.is_full, f"the edge before token {node.start} is not full"
+            assert parent.end == node.start, (
+                f"node starts at {node.start}, its parent ends at {parent.end}"
+            )
+            assert parent.parent is None or parent.is_full, (
+                f"the edge before token {node.start} is not full"
+            )
             edges = [c.tokens for c in parent.children]
             assert edges == sorted(edges), f"children at token {node.start} are out of order"
             covered = [e for e in edges if len(e) > len(node.tokens) and e.startswith(node.tokens)]
@@ -339,16 +575,14 @@ class Trie:
 
 
 def _starts_with(node: Node, digest: bytes, size: int) -> bool:
-    """Return whether the first `size` tokens of an edge are those that end in the prefix `digest`."""
+    """Return whether the first `size` tokens of an edge are those that end in the prefix
+    `digest`.
+    """
     return node.end - node.start >= size and node.hash_at(node.start + size) == digest
 
 
-def _tokens(node: Node) -> bytes:
-    return node.tokens
-
-
-def _number(node: Node) -> int:
-    return node.number
+_tokens = attrgetter("tokens")
+_number = attrgetter("number")
 
 
 def _longest_match(node: Node, edge: bytes) -> tuple[Node | None, int]:
@@ -374,7 +608,9 @@ Alike = TypeVar("Alike", list[int], str, bytes)
 
 
 def common_prefix(a: Alike, b: Alike) -> int:
-    """How many elements two sequences have in common from the first on: tokens, characters or bytes."""
+    """How many elements two sequences have in common from the first on: tokens, characters or
+    bytes.
+    """
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -1,1 +1,3 @@
-"""Several processes that run one model together: what they exchange, and what they decide together."""
+"""Several processes that run one model together: what they exchange, and what they decide
+together.
+"""

@@ -4,9 +4,10 @@
     least     a vote: the least of each number
     draw      the tokens of rank 0, on all ranks
 
-A collective is reached by all ranks or by none, in one order, so it stands only behind conditions that are equal on all ranks.
-All are called on one thread, in the stream in which the model runs: two streams would mix up their order. Knows mx.distributed,
-bytes and numbers; no model and no request.
+A collective is reached by all ranks or by none, in one order, so it may only depend on conditions
+that are equal on all ranks. All are called on one thread, in the stream in which the model runs:
+two streams would mix up their order. Knows mx.distributed, bytes and numbers; no model and no
+request.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -34,66 +35,75 @@ class Sent:
     mail: bytes = b""
 
 
-class Ranks(Protocol):
-    """The processes that run one model together.
+class Ranks:
+    """The processes that run one model together; this base class is for a single process, where
+    nothing is sent.
 
     rank:     the number of this one; rank 0 has the clients.
-    size:     how many there are.
-    kind:     how they share a model: "tensor", "pipeline", or "" where there is one rank.
-    group:    mlx's group, for the layers of a model; None where there is one rank.
-    is_lost:  leave() was called, or a collective has failed: every further one raises GroupLostError and sends nothing.
+    size:     their number.
+    kind:     how they share a model: "tensor", "pipeline", or "" for a single process.
+    group:    mlx's group, for the layers of a model; None for a single process.
+    is_lost:  leave() was called, or a collective has failed: every further one raises
+              GroupLostError and sends nothing.
     """
 
+    rank: int = 0
+    size: int = 1
+    kind: str = ""
+    group: Any = None
+    is_lost: bool = False
+
     @property
-    def rank(self) -> int: ...
+    def decides(self) -> bool:
+        """Whether this process decides by itself, and may do so by what it measures and tries."""
+        return self.size == 1
+
     @property
-    def size(self) -> int: ...
+    def shares(self) -> str:
+        """How the model is shared, in words; empty for a single process."""
+        return "" if self.size == 1 else f"{self.kind} of {self.size}"
+
     @property
-    def kind(self) -> str: ...
-    @property
-    def group(self) -> Any: ...
-    @property
-    def is_lost(self) -> bool: ...
+    def own_share(self) -> str:
+        """Which share of the model this rank has, in words; empty for a single process."""
+        return "" if self.size == 1 else f"{self.kind} {self.rank} of {self.size}"
 
     def exchange(self, head: Head, mail: bytes = b"") -> list[Sent]:
-        """Send this to all ranks. Returns what each has sent, in the order of the ranks. Raises GroupLostError."""
+        """Send this to all ranks.
+
+        Returns what each has sent, in the order of the ranks. Raises GroupLostError.
+        """
+        return [Sent(replace(head, mail_bytes=len(mail)), mail)]
+
+    def from_first(self, mail: bytes) -> bytes:
+        """The mail of rank 0, on all ranks. Raises GroupLostError."""
+        return self.exchange(Head(), b"" if self.rank else mail)[0].mail
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """The least value of any rank at each place; all ranks give as many. Raises GroupLostError."""
+        """The least value of any rank at each place; all ranks give the same number of values.
+
+        Raises GroupLostError.
+        """
+        return list(values)
 
     def draw(self, tokens: mx.array | None, count: int, after: mx.array) -> mx.array:
-        """The `count` tokens [count] of rank 0, on all ranks, lazily; other ranks give None. Raises GroupLostError.
+        """The `count` tokens [count] of rank 0, on all ranks, lazily; other ranks give None. Raises
+        GroupLostError.
 
-        It runs behind `after`, the logits, on all ranks. mlx raises RuntimeError where the array is evaluated and a rank is lost.
+        It runs after `after`, the logits, on all ranks. mlx raises RuntimeError where the array is
+        evaluated and a rank is lost.
         """
+        assert tokens is not None, "rank 0 draws"
+        return tokens
 
     def leave(self) -> None:
         """Take part in no further collective: this rank has failed, or another one was lost."""
 
 
-class Alone:
-    """One rank: nothing is sent."""
-
-    rank, size, kind, group, is_lost = 0, 1, "", None, False
-
-    def exchange(self, head: Head, mail: bytes = b"") -> list[Sent]:
-        return [Sent(replace(head, mail_bytes=len(mail)), mail)]
-
-    def least(self, values: Sequence[int]) -> list[int]:
-        return list(values)
-
-    def draw(self, tokens: mx.array | None, count: int, after: mx.array) -> mx.array:
-        assert tokens is not None, "rank 0 draws"
-        return tokens
-
-    def leave(self) -> None:
-        pass
+ALONE = Ranks()
 
 
-ALONE = Alone()
-
-
-class Joined:
+class Joined(Ranks):
     """The ranks of one of mlx's groups, of at least two."""
 
     def __init__(self, group: Any, kind: str) -> None:
@@ -101,12 +111,6 @@ class Joined:
         self.kind = kind
         self.rank = int(group.rank())
         self.size = int(group.size())
-        self.is_lost = False
-
-    @staticmethod
-    def of(group: Any, kind: str) -> Ranks:
-        """The ranks of `group`, as mx.distributed.init() returns it, that share a model by `kind`."""
-        return Joined(group, kind) if group.size() > 1 else ALONE
 
     def exchange(self, head: Head, mail: bytes = b"") -> list[Sent]:
         packed = mx.array(replace(head, mail_bytes=len(mail)).pack(), mx.int32)
@@ -118,14 +122,20 @@ class Joined:
         padded = np.zeros(longest, np.uint8)
         padded[: len(mail)] = np.frombuffer(mail, np.uint8)
         found = self._gather(mx.array(padded), longest)
-        return [Sent(each, row[: each.mail_bytes].tobytes()) for each, row in zip(heads, found, strict=True)]
+        return [
+            Sent(each, row[: each.mail_bytes].tobytes())
+            for each, row in zip(heads, found, strict=True)
+        ]
 
     def least(self, values: Sequence[int]) -> list[int]:
         if not values:
             return []
         self._check()
         votes = mx.array(list(values), mx.int64)
-        return [int(each) for each in np.array(self._evaluated(mx.distributed.all_min(votes, group=self.group)))]
+        return [
+            int(each)
+            for each in np.array(self._evaluated(mx.distributed.all_min(votes, group=self.group)))
+        ]
 
     def draw(self, tokens: mx.array | None, count: int, after: mx.array) -> mx.array:
         self._check()
@@ -148,7 +158,9 @@ class Joined:
             # Another collective would hang for ever.
             self.leave()
             if isinstance(error, Exception):
-                raise GroupLostError(1 - self.rank if self.size == 2 else None, str(error)) from error
+                raise GroupLostError(
+                    1 - self.rank if self.size == 2 else None, str(error)
+                ) from error
             raise
         return found
 
@@ -156,6 +168,11 @@ class Joined:
         if self.is_lost:
             # It may have left by itself.
             raise GroupLostError()
+
+
+def ranks_of(group: Any, kind: str) -> Ranks:
+    """The ranks of `group`, as mx.distributed.init() returns it, that share a model by `kind`."""
+    return Joined(group, kind) if group.size() > 1 else ALONE
 
 
 def as_loss(error: Exception) -> Exception:

@@ -1,4 +1,7 @@
-"""mlx-lm's server on a block pool. The only room that uses mlx_lm.server, through mlx_lm_compat."""
+"""mlx-lm's server on a block pool.
+
+The only package that uses mlx_lm.server, through mlx_lm_compat.
+"""
 
 from ..mlx_lm_compat import check_version
 

@@ -1,4 +1,4 @@
-"""Starts the server: mlx-lm's own main(), with our options, provider, generator and handler in place of its own."""
+"""Starts the server: mlx-lm's main() with our options, provider, generator and handler."""
 
 from __future__ import annotations
 
@@ -11,41 +11,46 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from http.server import ThreadingHTTPServer
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..config import AccessConfig, EngineConfig, RankConfig
+from ..config import AccessConfig, EngineConfig, check_port
 from ..demo import model_path
 from ..errors import BlockpoolError, GroupError
+from ..formatting import client_settings, count, human_bytes
 from ..mlx_lm_compat import main as server_main
 from ..mlx_lm_compat import rebind, run_http_server
 from ..plugins import make_plugin_manager
+from ..store.paths import check_usable, default_folder
 from . import options
 from .access import AccessPolicy
 from .agents.warm_up import WarmUp, read_prompts
 from .ending import end_on_signals
-from .generator import BlockpoolGenerator
+from .generator import LAST_WORDS_SECONDS, BlockpoolGenerator
 from .health import Watchdog
-from .http import BlockpoolHandler
-from .live.kv_events import KVPublisher
-from .live.snapshot import held
+from .http import BlockpoolHandler, find_routes
+from .model import LoadedModel
 from .models.catalog import Catalog
 from .models.inspection import inspect
-from .models.provider import BlockpoolModelProvider
 from .normalise import Normalisers
-from .prompts.workers import fork_server
-from .ranked.follower import follow
-from .terminal import Bars, first_words
+from .provider import BlockpoolModelProvider
+from .ranked.ending import RankLauncher
+from .ranked.leader import step_driver
+from .ranked.replica import follow, join_group
+from .watch.kv_events import KVPublisher
+from .watch.snapshot import stored_blocks
 
-# How long a stopping process waits for the responses that say why requests have ended.
-LAST_WORDS_SECONDS = 0.5
 # The least time between two connections that are accepted.
 ACCEPT_SECONDS = 0.002
-# How long a Python thread runs while others wait.
+# How long a Python thread may run while others wait.
 SWITCH_SECONDS = 0.001
+# Addresses that stand for all of this machine's.
+ANYWHERE = ("", "0.0.0.0", "::")
 
 
 class BlockpoolHTTPServer(ThreadingHTTPServer):
@@ -62,17 +67,26 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
             self.listening(self.server_address[1], self.shutdown)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start the connection's thread, and give it a moment: a hundred that parse at once would hold up a decode step."""
+        """Start the connection's thread, and pause: a hundred threads that parse at once would
+        delay a decode step.
+        """
         super().process_request(request, client_address)
         time.sleep(ACCEPT_SECONDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve with mlx-lm's options and ours; `argv` without the program's name. Returns when the server has stopped."""
+    """Serve with mlx-lm's options and ours; `argv` without the program's name.
+
+    Returns when the server has stopped.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    # What was imported is no garbage: collections, of which a load makes some, are the shorter without it.
+    # Imported modules are not garbage. Without them the collections during a load are shorter.
     gc.freeze()
-    names: dict[str, Any] = {"argparse": _argparse_with(arguments), "ModelProvider": BlockpoolModelProvider, "run": run_rank}
+    names: dict[str, Any] = {
+        "argparse": _argparse_with(arguments),
+        "ModelProvider": BlockpoolModelProvider,
+    }
+    names["run"] = partial(run_rank, launcher=RankLauncher())
     names["maybe_set_recommended_wired_limit"] = _open_device
     if "_run_cache_backend" in server_main.__globals__:
         # A patched mlx-lm has chosen its backend by now.
@@ -86,14 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_device() -> int | None:
-    """mlx-lm's first use of the device, and before it the fork of the prompt workers, which have no device and no connections."""
-    fork_server().start_here()
-    _join()
-    return maybe_set_recommended_wired_limit()  # type: ignore[no-any-return]
+    """mlx-lm's first use of the device, once all ranks have met.
 
-
-def _join() -> None:
-    """Wait for the other ranks, if there are any. Ctrl-C ends the process meanwhile: nothing is open yet."""
+    Ctrl-C ends the process meanwhile: nothing is open.
+    """
     usual = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         mx.distributed.init()
@@ -102,51 +112,69 @@ def _join() -> None:
         raise GroupError(f"The other ranks cannot be reached: {error}. {hint}") from error
     finally:
         signal.signal(signal.SIGINT, usual)
+    return maybe_set_recommended_wired_limit()  # type: ignore[no-any-return]
 
 
-def run_rank(host: str, port: int, model_provider: BlockpoolModelProvider, **http: Any) -> None:
-    """run() on rank 0, or follow() on another one of a group. Raises BlockpoolError as they do."""
+def run_rank(
+    host: str,
+    port: int,
+    model_provider: BlockpoolModelProvider,
+    launcher: RankLauncher,
+    **http: Any,
+) -> None:
+    """run() on rank 0, or follow() on another one of a group.
+
+    Raises BlockpoolError as they do, or if the store is unusable.
+    """
+    config = options.server_config(model_provider.cli_args)
+    if config.store is not None:
+        check_usable(config.store.folder or default_folder())
+    join_group(model_provider, launcher)
     if model_provider.ranks.rank == 0:
         run(host, port, model_provider, **http)
     else:
         check_default(model_provider)
-        follow(model_provider, options.server_config(model_provider.cli_args))
+        follow(model_provider, config)
 
 
 def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: Any) -> None:
-    """Serve until interrupted or terminated, and end the generation thread. `http`: arguments of mlx-lm's server.
+    """Serve until interrupted or terminated, and end the generation thread. `http`: arguments of
+    mlx-lm's server.
 
     Raises BlockpoolError if the model cannot be loaded or the port cannot be opened.
     """
     try:
         AccessPolicy(options.access_config(model_provider.cli_args)).check_bind()
     except OSError as error:
-        raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --host.") from error
-    # Nothing is open yet that would have to be closed, also in the middle of a download.
+        raise BlockpoolError(
+            f"Cannot listen on {host}, port {port}: {error}. Choose another --host."
+        ) from error
+    # Nothing has to be closed yet, also during a download.
     signal.signal(signal.SIGTERM, lambda *_: _leave(0))
     check_default(model_provider)
     # Shorter turns of the threads that read requests delay a decode step less.
     sys.setswitchinterval(SWITCH_SECONDS)
-    generator = bars = None
+    generator = None
     try:
         # From here on a signal may arrive between any two lines.
-        end_on_signals(EngineConfig.exit_seconds, hang_up=model_provider.ranks.size > 1)
+        end_on_signals(EngineConfig.exit_seconds)
         generator = make_generator(model_provider)
-        # Ends the process if its generation thread hangs. A group reads a model in one turn.
-        most = EngineConfig.end_seconds if model_provider.ranks.size == 1 else RankConfig.load_seconds
+        # Ends the process if its generation thread hangs.
+        most = generator.step_driver.most_seconds
         Watchdog(lambda: generator.health.seconds_stalled(generator.has_waiting), most).start()
-        bars = Bars(generator)
-        bars.start()
+        # The modules of all endpoints are imported while the model is loaded, and not by the first
+        # request.
+        find_routes()
         generator.wait_until_loaded()
         http = {"server_class": _server_class(generator, host), **http}
         run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
     except KeyboardInterrupt:
         logging.info("Stopped before the server had started.")
     except OSError as error:
-        raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --port or --host.") from error
+        raise BlockpoolError(
+            f"Cannot listen on {host}, port {port}: {error}. Choose another --port or --host."
+        ) from error
     finally:
-        if bars is not None:
-            bars.stop()
         if generator is not None:
             generator.stop_and_join()
             generator.access.wait_until_empty(LAST_WORDS_SECONDS)
@@ -155,18 +183,68 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     logging.info("Server stopped.")
 
 
+def first_words(generator: BlockpoolGenerator, host: str, port: int) -> str:
+    """The lines for the person who has started the server. `port`: the one on which it listens."""
+    name = "127.0.0.1" if host in ANYWHERE else f"[{host}]" if ":" in host else host
+    url, model = f"http://{name}:{port}", generator.model
+    context = None if model is None else model.positions
+    lines = [
+        "The server is ready.",
+        *_of_model(generator, model),
+        _of_store(generator, model),
+        f"  open   {url}/",
+    ]
+    key = "any" if generator.access.is_open else "KEY"
+    lines += [f"  {client}: {line}" for client, line in client_settings(url, context, key).items()]
+    return "\n".join(lines)
+
+
+def _of_model(generator: BlockpoolGenerator, model: LoadedModel | None) -> list[str]:
+    if model is None:
+        return ["  model  none yet: requests name one of GET /v1/models"]
+    id = generator.registry.catalog.id_of(model.key.model)
+    pool = f"{human_bytes(model.pool_bytes)} for keys and values"
+    return [
+        f"  model  {id}, {human_bytes(model.weights_bytes)} of weights, with {model.how}",
+        f"  pool   {pool}",
+    ]
+
+
+def _of_store(generator: BlockpoolGenerator, model: LoadedModel | None) -> str:
+    config, files = generator.store_config, generator.agent_files
+    if config is None or files is None:
+        return "  store  none: cached prefixes end with the server"
+    text = (
+        f"  store  {config.folder or default_folder()}, {human_bytes(config.store_bytes)} at most"
+    )
+    namespace = None if model is None or model.agents is None else model.agents.namespace
+    try:
+        own = [agent for agent in files.all() if agent.namespace == namespace]
+    except (BlockpoolError, OSError):
+        own = []
+    if not own:
+        return f"{text}; it has nothing of this model" if model is not None else text
+    return (
+        f"{text}; on it {count(len(own), 'agent')} with "
+        f"{count(sum(agent.tokens for agent in own), 'token')}"
+    )
+
+
 def _server_class(generator: BlockpoolGenerator, host: str) -> type[BlockpoolHTTPServer]:
-    """A server that logs its first words once it listens, and stops when another rank asks for it."""
+    """A server that logs its greeting once it listens, and that another rank can stop."""
 
     def greet(port: int, stop: Callable[[], None]) -> None:
-        generator.turns.stop = stop
+        generator.step_driver.stop = stop
         logging.info("%s", first_words(generator, host, port))
 
     return type("BlockpoolHTTPServer", (BlockpoolHTTPServer,), {"listening": staticmethod(greet)})
 
 
 def check_default(model_provider: BlockpoolModelProvider) -> None:
-    """Check the files of the default model, and download missing ones. Raises BlockpoolError if it cannot be served."""
+    """Check the files of the default model, and download missing ones.
+
+    Raises BlockpoolError if it cannot be served.
+    """
     args = model_provider.cli_args
     config = options.server_config(args).models
     catalog = Catalog(model_provider, config)
@@ -191,19 +269,25 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     prompts = {} if args.warm_up is None else read_prompts(args.warm_up)
     config = options.server_config(args)
     publisher = None if config.kv_events is None else KVPublisher(config.kv_events)
-    generator = BlockpoolGenerator(model_provider, config, normalisers)
+    generator = BlockpoolGenerator(model_provider, config, normalisers, step_driver)
     generator.registry.catalog.log_names()
     if publisher is not None:
-        generator.kv_events = publisher.start(generator.registry.log, lambda: held(generator))
+        generator.kv_events = publisher.start(
+            generator.registry.log, lambda: stored_blocks(generator)
+        )
     generator.warm_up = WarmUp(generator, prompts) if prompts else None
     return generator
 
 
 def _leave(status: int) -> int:
-    """End the process without the interpreter's own end, at which mlx 0.32 aborts once its threads are gone."""
+    """End the process without the interpreter's own end, at which mlx 0.32 aborts once its
+    threads are gone.
+    """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # Their reader may have ended.
+        with suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 
@@ -212,14 +296,19 @@ def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
 
     class Parser(argparse.ArgumentParser):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(prog="mlx-blockpool serve", description="mlx-lm's server on a block pool.")
+            super().__init__(
+                prog="mlx-blockpool serve", description="mlx-lm's server on a block pool."
+            )
 
         def add_argument(self, *names: Any, **given: Any) -> Any:
-            return super().add_argument(*names, **{**given, **options.CHANGED_OPTIONS.get(names[0], {})})
+            return super().add_argument(
+                *names, **{**given, **options.CHANGED_OPTIONS.get(names[0], {})}
+            )
 
         def parse_args(self, *_: Any, **__: Any) -> Any:
             options.add_options(self)
-            args = super().parse_args(arguments)
+            args = super().parse_args(options.with_settings(arguments))
+            check_port(args.port, least=0)
             args.model = args.model and model_path(args.model)
             return args
 

@@ -1,6 +1,8 @@
-"""LoadedModel: one model in memory with its pool, its store and its engine, and the requests that run on it.
+"""LoadedModel: one model in memory with its pool, its store and its engine, and the requests that
+run on it.
 
-Owned by the generation thread. Attributes that other threads may read, such as `report`, are replaced as a whole.
+Owned by the generation thread. Attributes that other threads may read, such as `report`, are
+replaced as a whole.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -19,97 +21,123 @@ from mlx_lm.generate import StopSequences
 from ..config import ServerConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
-from ..engine.opening import open_arena, open_pooled
-from ..engine.ranked import RankedEngine
-from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
+from ..engine.opening import wrap
+from ..engine.request import Event, Failed, Progress, Request, Restoring, Started, Token
 from ..engine.sequence import Sequence as Suspended
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import FormError
-from ..kv.attach import batches_padded
-from ..modelfile import positions_of
+from ..kv.build import open_served
+from ..kv.probe import batches_padded
+from ..model_files.device import trim_memory
+from ..model_files.modelfile import positions_of
 from ..prefix.changes import AllCleared
 from ..prefix.lookup import Lookup
-from ..prefix.salts import SHARED
 from ..prefix.trie import PrefixRef
-from ..ranks.head import TurnClock
 from ..spec import ModelCacheSpec
-from ..system import trim_memory
+from ..store.prompt_store import PromptStore
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of
-from ..tier.path_acts import PathActs
-from .agents.served import ServedAgents
-from .explain import explain_hit
+from ..tier.path_facts import PathFacts
+from . import model_caches as caches
 from .forms import FormTokens, tokens_of
-from .live.log import ModelEvents
-from .live.snapshot import publish
-from .models import caches
-from .models.provider import BlockpoolModelProvider, ModelKey, WeightsHash
-from .models.speeds import ModelSpeeds
+from .provider import BlockpoolModelProvider, ModelKey, WeightsHash
 from .replies import Reply
-from .request import RequestOptions
 from .sequential import DraftedPrefix, SequentialCache
+from .served_agents import ServedAgents
+from .watch.event_log import ModelEvents, publish
 
 log = logging.getLogger(__name__)
 
 
-class LoadedModel:
-    """A model from prepare() to close().
-
-    engine:        None if requests run one by one through mlx-lm, with `sequential` as their prompt cache.
-    prefix:        None without a pool. acts: what is done to its paths beside requests; None without agents.
-    weights_bytes: of arrays, of which `read_bytes` are in memory. pool_bytes: the limit of its pool.
-    ready, used:   when it was loaded, and when a request of it last started or ended, by time.monotonic().
-    idle_seconds:  how long it stays loaded without a request.
-    ranks, number: those that share the model, and its number among their loads. `suspended`: requests from before an unload.
-    num_embedding: how many requests for embeddings it serves; `live` has the others.
-    spent:         seconds of the generation thread that its requests took, which decide which model steps next.
-    report:        the figures for GET /v1/cache.
-    events:        the server's log of events.
-    form_tokens:   what forms need of its tokenizer; None: its replies keep no forms.
-    has_met_limits: whether a reply has met the limits of its form, since the generator has last set it back.
+class Driver(Protocol):
+    """What the requests and steps of a model go through: its engine, or a GroupDriver, which
+    shares them with other ranks.
     """
 
+    @property
+    def is_blocked(self) -> bool: ...
+    def insert(self, request: Request) -> int: ...
+    def resume(self, sequence: Suspended) -> int: ...
+    def cancel(self, uid: int) -> None: ...
+    def next(self) -> list[Event]: ...
+    def suspend(self) -> list[Suspended]: ...
+    def reset(self) -> list[int]: ...
+
+
+class LoadedModel:
+    """A model from prepare() to close(), with its requests.
+
+    engine:        None if requests run one by one through mlx-lm, with `sequential` as their prompt
+                   cache. driver: what its requests and steps go through: the engine itself, or what
+                   shares them with other ranks.
+    prefix:        None without a pool. path_facts: changes cached paths outside of requests; None
+                   without agents.
+    weights_bytes: of arrays, of which `read_bytes` are in memory. pool_bytes: the limit of its
+    pool.
+    ready, used:   when it was loaded, and when a request of it last started or ended, by
+                   time.monotonic().
+    idle_seconds:  how long it stays loaded without a request: the longest time in `keeps`, which
+                   has one for each owner.
+    ranks:         those that share the model.
+    num_embedding: how many requests for embeddings it serves. All other requests are in `live`.
+    spent:         seconds of the generation thread that its requests took, which decide which model
+                   steps next.
+    report:        the figures for GET /v1/cache.
+    events:        the server's log of events.
+    form_tokens:   what structured outputs need of its tokenizer; None if it supports none.
+    has_met_limits: whether a reply has exceeded the limits of its grammar since the generator last
+    reset this.
+    measured:      adds the measured costs of its steps to the caches of a model that is being
+                   loaded.
+    """
+
+    path_facts_type = PathFacts
+
     def __init__(
-        self, key: ModelKey, provider: BlockpoolModelProvider, config: ServerConfig, events: ModelEvents, speeds: ModelSpeeds
+        self,
+        key: ModelKey,
+        provider: BlockpoolModelProvider,
+        config: ServerConfig,
+        events: ModelEvents,
+        measured: Callable[[LoadedModel, PooledCaches], PooledCaches],
     ) -> None:
         self.key = key
         self.provider = provider
-        self.ranks, self.number, self.clock = provider.ranks, -1, TurnClock()
-        self.suspended: dict[int, Suspended] = {}
+        self.ranks = provider.ranks
         self.events = events
         self.engine: BlockPoolBatchEngine | None = None
+        self.driver: Driver | None = None
         self.caches: PooledCaches | StockCaches | None = None
         self.prefix: TieredPrefixCache | None = None
         self.sequential = SequentialCache(GuardedPromptCache(provider.cli_args.prompt_cache_size))
         self.agents: ServedAgents | None = None
-        self.acts: PathActs | None = None
+        self.path_facts: PathFacts | None = None
         self.live: dict[int, Reply] = {}
         self.num_embedding = 0
         self.vocab_size = 0
         self.weights_bytes = self.read_bytes = self.pool_bytes = 0
         self.ready = self.used = time.monotonic()
+        self.keeps: dict[str | None, float] = {}
         self.idle_seconds = math.inf
         self.spent = 0.0
         self.report: dict[str, Any] = {"backend": None}
         self.form_tokens: FormTokens | None = None
         self.has_met_limits = False
-        self._config, self._speeds = config, speeds
+        self._config, self._measured = config, measured
         self._spec: ModelCacheSpec | None = None
         self._drafted: DraftedPrefix | None = None
         self.hashing: WeightsHash | None = None
         self._alarmed = False
 
-    # -- coming and going ----------------------------------------------------------------------------------------------
+    # -- coming and going --------------------------------------------------------------------------
 
     def prepare(self, pool_bytes: int | None) -> None:
         """Take the steps that need no memory. Raises what the model's files and mlx-lm raise.
 
-        Raises PoolExhaustedError if `pool_bytes` are too few for a model that one rank has to itself.
+        Raises PoolExhaustedError if `pool_bytes` are too few.
         """
         provider = self.provider
         provider.prepare(self.key)
-        if self.ranks.size > 1:
-            return
         self._spec = caches.describe(provider.model, provider.config, provider.name)
         caches.leave_out_draft(provider, self._spec)
         self.weights_bytes = sum(array.nbytes for array in provider.weights())
@@ -122,24 +150,25 @@ class LoadedModel:
             self.read_bytes = done
             yield
 
-    def load_share(self) -> None:
-        """Load this rank's share of the model, by itself. Raises what the model's files and mlx-lm raise."""
-        self.provider.load_share(self.key)
-        self.weights_bytes = self.read_bytes = sum(array.nbytes for array in self.provider.weights())
+    @property
+    def may_have_pool(self) -> bool:
+        return self._spec is not None
 
     def begin_hashing(self) -> WeightsHash | None:
-        """Begin to hash the weights in a thread, if the model will have a store. close() stops it."""
+        """Begin to hash the weights in a thread, if the model will have a store. close() stops
+        it.
+        """
         provider, config = self.provider, self._config.store
-        if config is not None and (self._spec is not None or self.ranks.size > 1) and provider.draft_model is None:
+        if config is not None and self.may_have_pool and provider.draft_model is None:
             adapter = None if self.key.adapter is None else Path(self.key.adapter)
-            self.hashing = WeightsHash(provider.folder, adapter, provider.stamps, digests_of(config))
+            self.hashing = WeightsHash(
+                provider.folder, adapter, provider.stamps, digests_of(config)
+            )
         return self.hashing
 
     def open(self, pool_bytes: int) -> None:
         """Open the pool and the engine: from now on the model serves."""
         self.pool_bytes = pool_bytes
-        if self.ranks.size > 1:
-            self._spec = caches.describe_share(self.provider.model, self.ranks)
         self._open_caches(pool_bytes)
         log.info("%s is served with %s", self.provider.name, self.how)
         self.vocab_size = self.provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
@@ -147,7 +176,7 @@ class LoadedModel:
         self.open_engine()
         if self.prefix is not None:
             publish(self.prefix.index, self.events)
-            self.events.tally.paths = self.prefix.arena.decode.path_counts
+            self.events.counts.paths = self.prefix.arena.decode.path_counts
         self.update_report()
         mx.clear_cache()
         trim_memory()
@@ -166,59 +195,75 @@ class LoadedModel:
             stock = GuardedPromptCache(provider.cli_args.prompt_cache_size, most)
         if config.bits is not None and (spec is None or provider.draft_model is not None):
             why = "it has no pool" if spec is None else "it runs with a draft model"
-            log.warning("%s: %s. Keys and values stay as the model computes them, and --kv-bits is not used.", provider.name, why)
+            log.warning(
+                "%s: %s. Keys and values stay as the model computes them, and --kv-bits is not "
+                "used.",
+                provider.name,
+                why,
+            )
         if spec is None and provider.draft_model is None:
-            self.caches = StockCaches(provider.model, provider.model_key, stock, batches_padded(provider.model))
+            self.caches = StockCaches(
+                provider.model, provider.model_key, stock, batches_padded(provider.model)
+            )
         self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)
 
     def _open_pooled(self, spec: ModelCacheSpec, pool_bytes: int) -> None:
-        arena = open_arena(self.provider.model, spec, pool_bytes, self._config.pool, self.ranks)
+        arena = open_served(self.provider.model, spec, pool_bytes, self._config.pool, self.ranks)
         store = caches.store_of(self.provider, self._config.store, arena.spec, self.hashing)
-        if self.ranks.rank == 0:
-            # Before the store is opened, so that its budget spares the records of pinned agents.
-            self.agents = ServedAgents(self.provider.name, store)
+        # Before the store is opened, so that its budget spares the records of pinned agents.
+        self._open_agents(store)
         try:
-            opened = open_pooled(self.provider.model, arena, pool_bytes, self._config.pool, store, self.ranks)
-            self.caches = self._speeds.at_load(self, opened)
+            opened = wrap(arena, pool_bytes, self._config.pool, store, self.ranks)
+            self.caches = self._measured(self, opened)
         except Exception:
             # Nothing else refers to the store's threads.
             if store is not None:
                 store.close()
             raise
-        self.caches.sources = caches.draft_sources(self.provider, self._config.engine)
         self.prefix = self.caches.prefix
-        self.acts = PathActs(self.prefix, self.ranks)
+        self.path_facts = self.path_facts_type(self.prefix)
         if self.agents is not None:
-            self.agents.attend(self.acts)
+            self.agents.attend(self.path_facts)
         caches.warn_of_few_checkpoints(self.prefix)
+
+    def _open_agents(self, store: PromptStore | None) -> None:
+        self.agents = ServedAgents(self.provider.name, store)
 
     @property
     def how(self) -> str:
-        """How the model is served, in words."""
+        """How the model is served, for the log."""
         if self._drafted is not None:
             return "pooled caches and a draft, one request at a time"
         if self.caches is None:
             return "mlx-lm's own caches, one request at a time"
         bits = None if self.prefix is None else self.prefix.arena.spec.bits
-        whose = "mlx-lm's own caches" if self.prefix is None else "pooled caches" if bits is None else f"pooled caches, {bits}"
-        return f"{whose}, {'ragged batches' if self.caches.ragged else 'padded batches' if self.caches.merges else 'no batches'}"
+        whose = (
+            "mlx-lm's own caches"
+            if self.prefix is None
+            else "pooled caches"
+            if bits is None
+            else f"pooled caches, {bits}"
+        )
+        batches = "padded batches" if self.caches.merges else "no batches"
+        return f"{whose}, {'ragged batches' if self.caches.ragged else batches}"
 
     def open_engine(self) -> None:
-        """Open an engine, if the model runs with one and has none."""
+        """Open an engine, unless one is open or the model runs without."""
         if self.engine is None and self.caches is not None:
-            model, config = self.provider.model, self._config.engine
-            if self.ranks.size == 1 or isinstance(self.caches, StockCaches):
-                self.engine = BlockPoolBatchEngine(model, self.caches, config)
-            else:
-                self.engine = RankedEngine(model, self.caches, config, self.ranks, self.clock, self.suspended)
+            self.driver = self.engine = BlockPoolBatchEngine(
+                self.provider.model, self.caches, self._config.engine
+            )
 
     def close_engine(self) -> None:
         if self.engine is not None:
             self.engine.close()
-            self.engine = None
+            self.engine = self.driver = None
 
     def close(self) -> None:
-        """Write all that is not on disk yet, within the store's time to flush, and free all memory. No caches are in use."""
+        """Write all that is not on disk yet, within the store's time to flush, and free all memory.
+
+        No caches are in use.
+        """
         config = self._config.store or StoreConfig()
         until = time.monotonic() + config.flush_seconds
         self.close_engine()
@@ -231,9 +276,11 @@ class LoadedModel:
             self.events.append(AllCleared())
         if self.agents is not None:
             self.agents.close(max(0.0, until - time.monotonic()))
-        if self.acts is not None:
-            self.acts.close()
-        self.acts = self.agents = self.prefix = self.caches = self._drafted = self._spec = None
+        if self.path_facts is not None:
+            self.path_facts.close()
+        self.path_facts = self.agents = self.prefix = self.caches = self._drafted = self._spec = (
+            None
+        )
         self.sequential.close()
         self.report = {"backend": None}
         self.provider.reset()
@@ -249,7 +296,7 @@ class LoadedModel:
 
     @property
     def positions(self) -> int | None:
-        """The most positions of a prompt and its reply; None: no known limit."""
+        """The most positions of a prompt and its reply. None if no limit is known."""
         given = self._config.engine.max_positions
         return positions_of(self.provider.config) if given is None else given or None
 
@@ -264,28 +311,24 @@ class LoadedModel:
         """Bytes that the pool has allocated."""
         return int(self.report.get("array_bytes", 0))
 
-    # -- the store and the agents --------------------------------------------------------------------------------------
+    # -- the store and the agents ------------------------------------------------------------------
 
     def save(self) -> Iterator[None]:
-        """Queue what is not on disk yet for the store's writer, a part at a time, within the store's time to flush."""
-        stored = None if self.prefix is None else self.prefix.stored
-        if stored is None:
-            return
-        self.note_turns()
-        until = time.monotonic() + stored.store.config.flush_seconds
-        while any(stored.report()[what] for what in ("pending", "resting", "queued_bytes")) and time.monotonic() < until:
-            if stored.store.problem is not None:
-                return
-            stored.write_behind(at_once=True)
-            yield
+        """Queue what is not on disk yet for the store's writer, a part at a time, within the
+        store's time to flush.
+        """
+        if self.prefix is not None:
+            self.note_turns()
+            yield from self.prefix.stored.write_out()
 
     def idle(self) -> None:
-        """Write behind while no request runs, after a while also the partial blocks at the ends of conversations."""
+        """Write to disk while no request runs, after some time also the partial blocks at the
+        ends of conversations.
+        """
         self.note_turns()
         if self.prefix is not None:
             self.prefix.keep_up()
-            if self.prefix.stored is not None:
-                self.prefix.stored.write_behind()
+            self.prefix.stored.write_behind()
 
     def note_turns(self) -> None:
         """Note the agents whose turns have ended."""
@@ -304,40 +347,38 @@ class LoadedModel:
             log.exception("turns of agents could not be noted")
 
     def last_turn(self, agent: str | None) -> PrefixRef | None:
-        """The path of an agent's last turn; None of an agent without a name."""
+        """The path of an agent's last turn. None for an agent without a name."""
         if agent is None or self.agents is None or self.prefix is None:
             return None
         turns = self.caches.turns if isinstance(self.caches, PooledCaches) else {}
         return turns.get(agent) or self.agents.path_of(agent)
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def join(self, others: Sequence[LoadedModel]) -> None:
-        """Take turns with the busy models from now on; an idle model saves up no turns."""
+        """Share the thread with the busy models from now on.
+
+        Time in which the model was idle does not count in its favour.
+        """
         if not self.live:
-            self.spent = max(self.spent, min((other.spent for other in others if other.live), default=0.0))
+            self.spent = max(
+                self.spent, min((other.spent for other in others if other.live), default=0.0)
+            )
 
     def insert(self, reply: Reply, stop: StopSequences, text_sm: Any) -> None:
         """Start a request. `text_sm`: mlx-lm's state machine for the parts of its reply."""
-        assert self.engine is not None
-        salt = self.salt_of(reply.request.options)
-        request = reply.start(self.provider.tokenizer, text_sm, stop, self.engine.caches.needs_checkpoints, salt)
-        self.live[self.engine.insert(request)] = reply
-        if reply.explained is not None:
-            reply.explained.salt = salt
-
-    def salt_of(self, options: RequestOptions) -> bytes:
-        """The salt of a request's prefixes: the one that the client has named, that of its agent's import, or else its key's."""
-        if options.cache_salt is not None:
-            return options.salt
-        agents = self.agents
-        imported = SHARED if agents is None or options.agent is None else agents.salt_of_import(options.agent)
-        return imported or options.salt
+        assert self.driver is not None
+        assert self.caches is not None
+        salt = reply.request.options.salt
+        request = reply.start(
+            self.provider.tokenizer, text_sm, stop, self.caches.needs_checkpoints, salt
+        )
+        self.live[self.driver.insert(request)] = reply
 
     def suspend(self) -> list[Reply]:
         """Remove all requests, because the model is unloaded."""
         suspended = []
-        for sequence in [] if self.engine is None else self.engine.suspend():
+        for sequence in [] if self.driver is None else self.driver.suspend():
             if sequence.uid in self.live:
                 suspended.append(self.live.pop(sequence.uid))
                 suspended[-1].sequence = sequence
@@ -347,33 +388,36 @@ class LoadedModel:
 
     def resume(self, reply: Reply) -> None:
         """Continue a request that suspend() removed."""
-        assert self.engine is not None
+        assert self.driver is not None
         assert reply.sequence is not None
-        self.live[self.engine.resume(reply.sequence)] = reply
+        self.live[self.driver.resume(reply.sequence)] = reply
         reply.sequence = None
 
     @property
     def is_blocked(self) -> bool:
         """Return whether a step can compute nothing before a read from disk ends."""
-        return self.engine is not None and self.engine.is_blocked
+        return self.driver is not None and self.driver.is_blocked
 
     def step(self) -> bool:
-        """Run a step of the engine and deliver its events. Raises what the model raised: call fail() then.
+        """Run a step of the engine and deliver its events. Raises what the model raised: call
+        fail() then.
 
-        Returns whether it made progress: something was computed or read, or a request has started or ended.
+        Returns whether it made progress: something was computed or read, or a request has started
+        or ended.
         """
-        engine, start = self.engine, time.perf_counter()
+        engine, driver, start = self.engine, self.driver, time.perf_counter()
         assert engine is not None
+        assert driver is not None
         before, live = engine.progress, len(self.live)
-        events = engine.next()
+        events = driver.next()
         for event in events:
             self.deliver(event)
         for uid in [uid for uid, live in self.live.items() if live.is_left]:
-            engine.cancel(uid)
+            driver.cancel(uid)
             self.live.pop(uid).leave()
         seconds = time.perf_counter() - start
         self.spent += seconds
-        self.events.tally.stepped(engine.counts, seconds)
+        self.events.counts.count_step(engine.counts, seconds)
         if not self.live:
             self.used = time.monotonic()
         self._note_ended_turns()
@@ -381,15 +425,17 @@ class LoadedModel:
         return engine.progress != before or len(self.live) != live or has_started
 
     def deliver(self, event: Event) -> None:
-        """Put an event of the engine on the queue of its request, if that has not failed with an earlier one."""
+        """Put an event of the engine on the queue of its request, if that has not failed with an
+        earlier one.
+        """
         if event.uid not in self.live:
             return
+        reply = self.live[event.uid]
         try:
-            reply = self.live[event.uid]
             if isinstance(event, Token):
-                reply.emit(event)
                 if event.finish_reason is not None:
-                    del self.live[event.uid]
+                    del self.live[event.uid]  # before its client may see the end
+                reply.emit(event)
             elif isinstance(event, Progress):
                 reply.put((event.done, event.total))
             elif isinstance(event, Started):
@@ -397,7 +443,8 @@ class LoadedModel:
                 reply.begin(event.cached)
             elif isinstance(event, Restoring):
                 if not reply.is_begun:
-                    # So many tokens unless the disk fails. A client that receives nothing would give up.
+                    # event.total tokens unless the disk fails. A client that receives nothing would
+                    # give up.
                     if reply.explained is not None:
                         tokens = len(reply.request.prepared.tokens)
                         reply.explained.restore(self.provider.name, tokens, event.total)
@@ -405,23 +452,29 @@ class LoadedModel:
                 reply.put((event.done, event.total))
             elif isinstance(event, Failed):
                 self.has_met_limits |= isinstance(event.error, FormError)
-                self.live.pop(event.uid).fail(event.error)
+                del self.live[event.uid]
+                reply.fail(event.error)
             reply.watch.follow(event)
         except Exception as error:
-            # A reply whose text cannot be made fails one request, not the batch.
+            # A reply that cannot be detokenized fails its request, and not the batch.
             log.exception("request %d failed", event.uid)
-            if self.engine is not None:
-                self.engine.cancel(event.uid)
-            self.live.pop(event.uid).fail(error)
+            if self.driver is not None:
+                self.driver.cancel(event.uid)
+            self.live.pop(event.uid, None)
+            reply.fail(error)
 
     def explain(self, reply: Reply, cached: int, lookup: Lookup | None) -> None:
         """Explain the cached tokens of a request that has its caches."""
         if reply.explained is not None:
-            explain_hit(self, reply.explained, reply.request.prepared.tokens, cached, lookup)
+            reply.explained.start(
+                self, reply.request.options.salt, reply.request.prepared.tokens, cached, lookup
+            )
 
     def fail(self, error: Exception) -> None:
-        """Fail the requests that have caches, which cannot be trusted after an error; without an engine all requests."""
-        uids = self.engine.reset() if self.engine is not None else list(self.live)
+        """Fail the requests that have caches, which cannot be trusted after an error; without an
+        engine all requests.
+        """
+        uids = self.driver.reset() if self.driver is not None else list(self.live)
         for live in [self.live.pop(uid) for uid in uids if uid in self.live]:
             live.fail(error)
         for prefix in (self.prefix, self._drafted.draft if self._drafted else None):
@@ -430,12 +483,7 @@ class LoadedModel:
         self.update_report()
 
     def fail_all(self, error: Exception) -> None:
-        """Fail all requests; the next one opens a new engine, or has that of all ranks, which cancel these."""
-        if self.ranks.size > 1 and self.engine is not None:
-            for uid in list(self.live):
-                self.engine.cancel(uid)
-                self.live.pop(uid).fail(error)
-            return
+        """Fail all requests; the next one opens a new engine."""
         self.close_engine()
         self.fail(error)
 

@@ -1,4 +1,7 @@
-"""The normalisers of prompts, and the replies that this server has generated lately. Any thread may call this."""
+"""The normalisers of prompts, and the replies that this server has generated lately.
+
+Any thread may call this.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,23 @@ from typing import Any
 
 import pluggy
 
+from ..config import HistoryConfig
 from ..errors import PluginError
-from ..messages import Message, Normaliser, Replayed, is_text, text_of
+from ..hooks import Message, Normaliser, Replayed, is_text, text_of
 
-# Tokens of a prompt that are remembered before its reply: the template's opening of the reply is among them.
+# Tokens of a prompt that are remembered before its reply: the template's opening of the reply is
+# among them.
 BEFORE = 64
-# Replies that are remembered, and tokens of all of them together.
-MAX_REPLIES = 10_000
-MAX_TOKENS = 10_000_000
 LAST = "replay"
 
 
 @dataclass(frozen=True)
 class RememberedReply:
-    """`tokens` as they were sampled for an agent, after a prompt of `start` tokens, the last of which are `before`.
+    """`tokens` as they were sampled for an agent, after a prompt of `start` tokens, the last of
+    which are `before`.
 
-    `source`: a digest of what that prompt was rendered from, without the replies in it. `agent`: None if the request names none.
+    `source`: a digest of what that prompt was rendered from, without the replies in it. `agent`:
+    None if the request names none.
     """
 
     tokens: array[int]
@@ -40,9 +44,11 @@ class RememberedReply:
 
 
 class RememberedReplies:
-    """Replies as they were sampled, found by the conversation that each ends and its scope; the oldest are forgotten.
+    """Replies as they were sampled, found by their scope and the conversation before them. The
+    oldest are dropped.
 
-    `scope`: what requests must have in common to share replies. No conversation of one scope is found in another.
+    `scope`: what requests must have in common to share replies. No conversation of one scope is
+    found in another.
     """
 
     def __init__(self) -> None:
@@ -60,32 +66,50 @@ class RememberedReplies:
         context: Any = None,
         agent: str | None = None,
     ) -> None:
-        """`messages`: what the model has seen, as `prompt`; `reply`: as it was sent; `tokens`: as they were sampled.
+        """`messages`: what the model has seen, as `prompt`; `reply`: as it was sent; `tokens`: as
+        they were sampled.
 
-        `context`: what the prompt was rendered from beside the messages.
+        `context`: what the prompt was rendered from in addition to the messages.
         """
         *_, key = _keys([*messages, reply], scope)
         *_, source = _sources([*messages, reply], context)
-        remembered = RememberedReply(array("i", tokens), len(prompt), tuple(prompt[-BEFORE:]), source, agent)
+        remembered = RememberedReply(
+            array("i", tokens), len(prompt), tuple(prompt[-BEFORE:]), source, agent
+        )
         with self._changing:
             before = self._replies.pop(key, None)
             self._tokens += len(remembered.tokens) - (0 if before is None else len(before.tokens))
             self._replies[key] = remembered
-            while len(self._replies) > MAX_REPLIES or self._tokens > MAX_TOKENS:
+            while (
+                len(self._replies) > HistoryConfig.replies
+                or self._tokens > HistoryConfig.reply_tokens
+            ):
                 self._tokens -= len(self._replies.popitem(last=False)[1].tokens)
 
     def sampled(self, messages: Sequence[Message], scope: bytes = b"") -> dict[int, Sequence[int]]:
         return {i: reply.tokens for i, reply in self._found(messages, scope).items()}
 
-    def rendered_anew(self, messages: Sequence[Message], scope: bytes, context: Any) -> list[RememberedReply]:
-        """The replies in a chat all of whose other messages, up to each, are as they were when it was sampled."""
+    def rendered_anew(
+        self, messages: Sequence[Message], scope: bytes, context: Any
+    ) -> list[RememberedReply]:
+        """The replies in a chat all of whose other messages, up to each, are as they were when
+        it was sampled.
+        """
         found = self._found(messages, scope)
         if not found:
             return []
-        return [found[i] for i, source in enumerate(_sources(messages, context)) if i in found and found[i].source == source]
+        return [
+            found[i]
+            for i, source in enumerate(_sources(messages, context))
+            if i in found and found[i].source == source
+        ]
 
     def _found(self, messages: Sequence[Message], scope: bytes) -> dict[int, RememberedReply]:
-        keys = [(i, key) for i, key in enumerate(_keys(messages, scope)) if messages[i].get("role") == "assistant"]
+        keys = [
+            (i, key)
+            for i, key in enumerate(_keys(messages, scope))
+            if messages[i].get("role") == "assistant"
+        ]
         with self._changing:
             return {i: self._replies[key] for i, key in keys if key in self._replies}
 
@@ -102,24 +126,37 @@ class RepliesInScope:
 
 
 def scope_of(owner: str | None, salt: bytes, model: str | None) -> bytes:
-    """The scope of requests of one owner under one salt. Tokens of another model would stand for other text."""
+    """The scope of requests of one owner under one salt.
+
+    Tokens of another model would stand for other text.
+    """
     return json.dumps([owner, salt.hex(), model]).encode()
 
 
 class Normalisers:
     """The normalisers of all plugins, by name. `default`: the names for requests that choose none.
 
-    `chosen`: names that the operator adds to those that are on by default; `none` among them turns these off.
+    `chosen`: names that the operator adds to those that are on by default; `none` among them turns
+    these off.
     """
 
     def __init__(self, manager: pluggy.PluginManager, chosen: Sequence[str] = ()) -> None:
         self.replies = RememberedReplies()
-        self.by_name = _named(normaliser for found in manager.hook.prompt_normalisers() for normaliser in found)
+        self.by_name = _named(
+            normaliser for found in manager.hook.prompt_normalisers() for normaliser in found
+        )
         self.default = self._with_defaults(chosen)
 
     def chosen(self, header: str | None) -> tuple[str, ...]:
-        """The normalisers of a request with this X-Normalise header. Raises ValueError for an unknown name."""
-        return self.default if header is None else self._with_defaults([name.strip() for name in header.split(",")])
+        """The normalisers of a request with this X-Normalise header.
+
+        Raises ValueError for an unknown name.
+        """
+        return (
+            self.default
+            if header is None
+            else self._with_defaults([name.strip() for name in header.split(",")])
+        )
 
     def _with_defaults(self, chosen: Sequence[str]) -> tuple[str, ...]:
         """Raises ValueError for a name that no plugin has."""
@@ -127,17 +164,30 @@ class Normalisers:
         unknown = [name for name in names if name not in self.by_name]
         if unknown:
             choices = ", ".join(sorted(self.by_name))
-            raise ValueError(f"Unknown normaliser {', '.join(unknown)}. Choose among {choices}, or none.")
-        default = [] if "none" in chosen else [name for name, normaliser in self.by_name.items() if normaliser.is_default]
+            raise ValueError(
+                f"Unknown normaliser {', '.join(unknown)}. Choose among {choices}, or none."
+            )
+        default = (
+            []
+            if "none" in chosen
+            else [name for name, normaliser in self.by_name.items() if normaliser.is_default]
+        )
         # Replies are remembered as the other normalisers left the chat, so they are put back last.
         return tuple(sorted(dict.fromkeys([*default, *names]), key=lambda name: name == LAST))
 
-    def apply(self, names: Sequence[str], messages: list[Message], scope: bytes = b"") -> list[Message]:
-        """Return the chat that the model sees instead. Raises PluginError that names the normaliser which failed."""
+    def apply(
+        self, names: Sequence[str], messages: list[Message], scope: bytes = b""
+    ) -> list[Message]:
+        """Return the normalised chat.
+
+        Raises PluginError with the name of a normaliser that fails.
+        """
         return self.changes(names, messages, scope)[0]
 
-    def changes(self, names: Sequence[str], messages: list[Message], scope: bytes = b"") -> tuple[list[Message], tuple[str, ...]]:
-        """Return the chat that the model sees instead, and the names of the normalisers that changed something.
+    def changes(
+        self, names: Sequence[str], messages: list[Message], scope: bytes = b""
+    ) -> tuple[list[Message], tuple[str, ...]]:
+        """Return the normalised chat, and the names of the normalisers that changed something.
 
         `scope`: whose replies may be put back.
         """
@@ -148,8 +198,12 @@ class Normalisers:
                 after = self.by_name[name].apply(messages, replies)
             except Exception as error:
                 # A plugin's code may raise anything.
-                raise PluginError(f"Normaliser {name} raised {type(error).__name__}: {error}.") from error
-            if after != messages or (name == LAST and any(isinstance(message, Replayed) for message in after)):
+                raise PluginError(
+                    f"Normaliser {name} raised {type(error).__name__}: {error}."
+                ) from error
+            if after != messages or (
+                name == LAST and any(isinstance(message, Replayed) for message in after)
+            ):
                 changed.append(name)
             messages = after
         return messages, tuple(changed)
@@ -163,14 +217,19 @@ def _named(found: Iterable[Any]) -> dict[str, Normaliser]:
     named: dict[str, Normaliser] = {}
     for normaliser in found:
         if not isinstance(normaliser, Normaliser):
-            raise PluginError(f"A plugin's prompt_normalisers returned a {type(normaliser).__name__} among its Normalisers.")
+            raise PluginError(
+                f"A plugin's prompt_normalisers returned a {type(normaliser).__name__} among its "
+                "Normalisers."
+            )
         # The hook calls the last registered plugin first, which overrides.
         named.setdefault(normaliser.name, normaliser)
     return named
 
 
 def _keys(messages: Sequence[Message], scope: bytes) -> Iterator[bytes]:
-    """A key of the conversation up to each message: a reply is found only under its scope and its whole conversation."""
+    """A key of the conversation up to each message: a reply is found only under its scope and
+    its whole conversation.
+    """
     conversation = blake2b(blake2b(scope, digest_size=16).digest(), digest_size=16)
     for message in messages:
         conversation.update(_shown(message).encode("utf-8", "surrogatepass"))
@@ -178,7 +237,9 @@ def _keys(messages: Sequence[Message], scope: bytes) -> Iterator[bytes]:
 
 
 def _sources(messages: Sequence[Message], context: Any) -> Iterator[bytes]:
-    """Before each message, a digest of `context` and of the messages that are no replies, to the letter."""
+    """Before each message, a digest of `context` and of the messages that are not replies, to
+    the letter.
+    """
     digest = blake2b(json.dumps(context, sort_keys=True, default=str).encode(), digest_size=16)
     for message in messages:
         yield digest.digest()
@@ -187,15 +248,20 @@ def _sources(messages: Sequence[Message], context: Any) -> Iterator[bytes]:
 
 
 def _shown(message: Message, blanks: str | None = None) -> str:
-    """The part of a message that stays the same however clients write its spaces, parts and tool calls.
+    """The part of a message that stays the same however clients write its spaces, parts and tool
+    calls.
 
-    `blanks`: the characters that are left out at both ends of its text; None: all that are blank.
+    `blanks`: the characters that are left out at both ends of its text. By default all blank ones.
     """
     content, others = message.get("content") or "", []
     if isinstance(content, list):
         others, content = [part for part in content if not is_text(part)], text_of(message)
     calls = [_call(call) for call in message.get("tool_calls") or ()]
-    return json.dumps([message.get("role"), str(content).strip(blanks), others, calls], sort_keys=True, default=str)
+    return json.dumps(
+        [message.get("role"), str(content).strip(blanks), others, calls],
+        sort_keys=True,
+        default=str,
+    )
 
 
 def _call(call: Any) -> Any:

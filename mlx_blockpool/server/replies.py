@@ -1,15 +1,12 @@
-"""Reply: one request on the generation thread, and the queue on which its reply goes to the socket's thread.
+"""Reply: one request on the generation thread, and the queue on which its reply goes to the
+socket's thread.
 
-The generation thread puts, the socket's thread takes. HangUps watches the sockets of clients that wait, on a thread of its own.
+The generation thread puts, and the socket's thread takes.
 """
 
 from __future__ import annotations
 
-import select
-import socket
-import threading
-import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator
 from dataclasses import replace
 from itertools import accumulate
 from queue import Queue
@@ -27,43 +24,42 @@ from ..engine.sequence import Sequence
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, make_logits_processors
 from ..ranks.group import as_loss
-from .explain import Explained
-from .live.log import ModelEvents
-from .live.watch import RequestWatch
 from .sampling import make_sampler
+from .watch.event_log import ModelEvents
+from .watch.explain import Explained
+from .watch.request_watch import RequestWatch
 
 # mlx takes seeds of 64 bits.
 SEEDS = 2**64
-# How often the connections are checked.
-WATCH_SECONDS = 0.25
-# Where the system has it, this is reported also while bytes of a next request wait to be read.
-READ_HANG_UP: int = getattr(select, "POLLRDHUP", 0)
 
 
 # Pairs of a choice's index and the next part of its reply.
 Choices: TypeAlias = Generator[tuple[int, Any], None, None]
 
 
-class Reply(Queue[Any]):
-    """A request from its arrival at the generation thread to the end of its reply.
+class Reply:
+    """A choice for a request, from its arrival at the generation thread to the end of the reply.
 
-    Its items: mlx-lm's GenerationContext, then (done, total) tokens of the prompt and a Response for each token, then None; or
-    the exception that ends it.
+    It puts pairs of `index` and an item on the queue `parts`. The items are mlx-lm's
+    GenerationContext, then (done, total) tokens of the prompt and a Response for each token, then
+    None; or the exception that ends the reply.
 
-    request, args: as the socket's thread has prepared them; max_tokens is lowered to what fits when the request starts.
+    request, args: as the socket's thread has prepared them; max_tokens is lowered to what fits when
+    the request starts.
     context:       what mlx-lm's handler reads of the reply; None until the request starts.
-    sequence:      where a request that had to leave its engine continues; None for others.
-    is_hung_up:    the client is gone.
+    sequence:      where a request that had to leave its engine continues; None for other requests.
+    is_hung_up:    the client is gone, so that the generation thread drops the request.
     watch:         writes its progress into the log.
-
-    With `parts` its items go there instead, each with `index`: one of several choices for a request. The first of them stands
-    for the request in its explanation.
     """
 
     def __init__(
-        self, request: Any, args: Any, watch: RequestWatch, index: int = 0, parts: Queue[tuple[int, Any]] | None = None
+        self,
+        request: Any,
+        args: Any,
+        watch: RequestWatch,
+        parts: Queue[tuple[int, Any]],
+        index: int = 0,
     ) -> None:
-        super().__init__()
         self.request = request
         self.args = args
         self.watch = watch
@@ -72,16 +68,16 @@ class Reply(Queue[Any]):
         self.is_hung_up = self.is_begun = False
         self._index, self._parts = index, parts
         self._detokenizer: Any = None
+        self._ends: Collection[int] = ()
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        if self._parts is None:
-            super().put(item, block, timeout)
-        else:
-            self._parts.put((self._index, item), block, timeout)
+    def put(self, item: Any) -> None:
+        self._parts.put((self._index, item))
 
     @property
     def explained(self) -> Explained | None:
-        """The explanation in which the use of the cache is written down, if there is one."""
+        """The explanation to write the use of the cache into; None for a choice after the first,
+        and without an explanation.
+        """
         found: Explained | None = None if self._index else self.request.explained
         return found
 
@@ -92,20 +88,17 @@ class Reply(Queue[Any]):
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the client's thread has stopped to read the reply."""
+        """Return whether the client's thread has stopped reading the reply."""
         return self.context is not None and self.context._should_stop
 
-    def is_choice_beside(self, item: Any) -> bool:
-        """Whether an item of the queue is another choice for the same request."""
+    def is_other_choice(self, item: Any) -> bool:
+        """Return whether an item of the queue is another choice for the same request."""
         return item is not self and isinstance(item, Reply) and item.request is self.request
 
-    def hang_up(self) -> None:
-        """The client is gone: end the wait for this reply, and let the generation thread drop the request."""
-        self.is_hung_up = True
-        self.put(ConnectionAbortedError("the client hung up"))
-
     def leave(self) -> None:
-        """The generation thread drops the request, because no client reads the rest of its reply."""
+        """The generation thread drops the request, because no client reads the rest of its
+        reply.
+        """
         self.watch.ended("abort" if self.is_hung_up else "stop")
 
     def fail(self, error: Exception) -> None:
@@ -113,10 +106,20 @@ class Reply(Queue[Any]):
         # Without its traceback, whose frames hold caches and with them blocks.
         self.put(as_loss(error).with_traceback(None))
 
-    def start(self, tokenizer: Any, text_sm: Any, stop: StopSequences, needs_checkpoints: bool, salt: bytes) -> Request:
-        """The request as the engine takes it. `needs_checkpoints`: its caches can be resumed only where a checkpoint was made."""
+    def start(
+        self,
+        tokenizer: Any,
+        text_sm: Any,
+        stop: StopSequences,
+        needs_checkpoints: bool,
+        salt: bytes,
+    ) -> Request:
+        """The request as the engine takes it.
+
+        `needs_checkpoints`: its caches can be resumed only where a checkpoint was made.
+        """
         options, prepared = self.request.options, self.request.prepared
-        self._detokenizer = tokenizer.detokenizer
+        self._detokenizer, self._ends = tokenizer.detokenizer, tokenizer.eos_token_ids
         self.context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,
             has_thinking=tokenizer.has_thinking,
@@ -131,7 +134,12 @@ class Reply(Queue[Any]):
             form.jumps = not (self.args.logprobs or self.args.top_logprobs > 0)
         breakpoints = list(zip(accumulate(prepared.segments), prepared.types, strict=True))
         if needs_checkpoints:
-            breakpoints = sorted({**{end: KIND for end, _ in prepared.breakpoints}, **dict(prepared.checkpoints or ())}.items())
+            breakpoints = sorted(
+                {
+                    **{end: KIND for end, _ in prepared.breakpoints},
+                    **dict(prepared.checkpoints or ()),
+                }.items()
+            )
         return Request(
             self.context.prompt,
             self.args.max_tokens,
@@ -141,7 +149,7 @@ class Reply(Queue[Any]):
             breakpoints,
             options.agent,
             noted_as=options.conversation,
-            pins=prepared.breakpoints,
+            pins=prepared.breakpoints if options.may_pin else [],
             retention=options.retention,
             group=options.id if self.request.choices > 1 else None,
             priority=options.priority,
@@ -151,16 +159,24 @@ class Reply(Queue[Any]):
         )
 
     def _prediction(self) -> Prediction | None:
-        """What the client expects this choice to be, in one text for all choices; None: it expects nothing."""
+        """What the client expects this choice to be; all choices share one text.
+
+        Returns None if it expects nothing.
+        """
         if not self.request.prediction:
             return None
         counted = self.request.predictions
-        own = Prediction(counted[0].text if counted else SuffixIndex(self.request.prepared.prediction))
+        own = Prediction(
+            counted[0].text if counted else SuffixIndex(self.request.prepared.prediction)
+        )
         counted.append(own)
         return own
 
     def begin(self, cached: int) -> None:
-        """Let the client's thread answer: progress and tokens follow. `cached` tokens of the prompt need not be computed."""
+        """Let the client's thread answer: progress and tokens follow.
+
+        `cached` tokens of the prompt need not be computed.
+        """
         assert self.context is not None
         self.context.prompt_cache_count = cached
         if not self.is_begun:
@@ -172,7 +188,7 @@ class Reply(Queue[Any]):
         logprobs = event.logprobs
         self.put(
             Response(
-                text_of(self._detokenizer, event),
+                text_of(self._detokenizer, event, self._ends),
                 event.token,
                 0.0 if logprobs is None else logprobs[event.token].item(),
                 event.finish_reason,
@@ -183,10 +199,14 @@ class Reply(Queue[Any]):
             self.put(None)
 
 
-def replies_to(request: Any, args: Any, events: ModelEvents, parts: Queue[tuple[int, Any]]) -> list[Reply]:
-    """The replies to all choices of a request, which put their items on `parts`. `events`: the log of its model.
+def replies_to(
+    request: Any, args: Any, events: ModelEvents, parts: Queue[tuple[int, Any]]
+) -> list[Reply]:
+    """The replies to all choices of a request, which put their items on `parts`. `events`: the log
+    of its model.
 
-    A seed counts up from choice to choice, so that they differ; the ids of the choices behind the first end with their number.
+    A seed counts up from choice to choice, so that they differ. The ids of all choices but the
+    first end with their number.
     """
     replies = []
     for index in range(request.choices):
@@ -197,24 +217,22 @@ def replies_to(request: Any, args: Any, events: ModelEvents, parts: Queue[tuple[
             seed = args.seed + index
             own = replace(args, seed=seed if seed < SEEDS else seed - SEEDS)
         watch = RequestWatch(events, options, len(request.prepared.tokens))
-        replies.append(Reply(request, own, watch, index, parts))
+        replies.append(Reply(request, own, watch, parts, index))
     return replies
 
 
-def only_choice(parts: Choices) -> Iterator[Any]:
-    """The parts of a request's only choice. Raises what has ended it."""
-    for _, part in parts:
-        if isinstance(part, Exception):
-            raise part
-        if part is not None:
-            yield part
+def fit(
+    args: Any,
+    prompt: list[int],
+    capacity: int | None,
+    positions: int | None = None,
+    default: int | None = None,
+) -> Any:
+    """The arguments with max_tokens lowered to what fits after the prompt in the pool and in the
+    model's positions.
 
-
-def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:
-    """The arguments with max_tokens lowered to what fits after the prompt in the pool and in the model's positions.
-
-    `default`: the most for a request that names no max_tokens; None: whatever fits. Raises ValueError for an empty prompt and
-    RequestTooLargeError where not one token fits after it.
+    `default`: the limit for a request that names no max_tokens, or None for whatever fits. Raises
+    ValueError for an empty prompt and RequestTooLargeError where not one token fits after it.
     """
     if not prompt:
         raise ValueError("The prompt is empty. Send at least one token.")
@@ -228,9 +246,12 @@ def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | Non
     return replace(args, max_tokens=min([args.max_tokens, *most]))
 
 
-def text_of(detokenizer: Any, response: Token) -> str:
-    """The text that a token adds. The token that stops a reply is not part of it."""
-    if response.finish_reason != "stop":
+def text_of(detokenizer: Any, response: Token, ends: Collection[int]) -> str:
+    """The text that a token adds. `ends`: the tokens that end a turn, which add none.
+
+    The last token of a stop word adds its text: the reply parser finds the word there.
+    """
+    if response.token not in ends:
         detokenizer.add_token(response.token)
     if response.finish_reason is not None:
         detokenizer.finalize()
@@ -238,66 +259,14 @@ def text_of(detokenizer: Any, response: Token) -> str:
 
 
 def most_likely(logprobs: mx.array, count: int) -> tuple[dict[str, Any], ...]:
-    """The `count` most likely tokens, in no order, in the shape of mlx-lm's top_tokens without their text.
+    """The `count` most likely tokens, in no order, in the shape of mlx-lm's top_tokens without
+    their text.
 
-    mlx sorts the whole vocabulary for it: thirty times as long as numpy takes on a CPU, for each token of each reply.
+    mlx sorts the whole vocabulary for it: thirty times as long as numpy takes on a CPU, for each
+    token of each reply.
     """
     if count <= 0:
         return ()
     values = np.array(logprobs.astype(mx.float32), copy=False)
     tokens = np.argpartition(values, -min(count, len(values)))[-count:].tolist()
     return tuple({"id": token, "logprob": float(values[token])} for token in tokens)
-
-
-class HangUps:
-    """Watches the connections of clients that wait. Any thread may call watch().
-
-    Its thread runs as long as there is a connection to watch. A reply without references is not watched any more.
-    """
-
-    def __init__(self, seconds: float = WATCH_SECONDS) -> None:
-        self._seconds = seconds
-        self._changing = threading.Lock()
-        self._watched: list[tuple[socket.socket, weakref.ref[Reply]]] = []
-        self._stopped = threading.Event()
-        self._is_running = False
-
-    def watch(self, connection: socket.socket | None, reply: Reply) -> None:
-        """Call the reply's hang_up() when its client hangs up. None: a request that came over no connection."""
-        if connection is None:
-            return
-        with self._changing:
-            self._watched.append((connection, weakref.ref(reply)))
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="hang-ups", daemon=True).start()
-
-    def look(self) -> int:
-        """Hang up the replies whose clients have. Returns how many are still watched."""
-        with self._changing:
-            watched = [(connection, reply) for connection, waits in self._watched if (reply := waits()) is not None]
-        gone = [reply for connection, reply in watched if has_hung_up(connection)]
-        for reply in gone:
-            reply.hang_up()
-        with self._changing:
-            self._watched = [each for each in self._watched if each[1]() not in (None, *gone)]
-            self._is_running = bool(self._watched)
-            return len(self._watched)
-
-    def _run(self) -> None:
-        while self.look():
-            self._stopped.wait(self._seconds)
-
-
-def has_hung_up(connection: socket.socket) -> bool:
-    """Return whether the other end has closed or reset a connection. Bytes of a next request are no reason to think so."""
-    try:
-        poll = select.poll()
-        poll.register(connection, select.POLLIN | READ_HANG_UP)
-        found = [event for _, event in poll.poll(0)]
-        if any(event & ~select.POLLIN for event in found):
-            return True
-        return bool(found) and connection.recv(1, socket.MSG_PEEK) == b""
-    except (OSError, ValueError):
-        # It is closed here too.
-        return True

@@ -1,43 +1,28 @@
-"""A request on its way to the engine: mlx-lm's CompletionRequest, and what that has no words for.
+"""A request on its way to the engine: mlx-lm's CompletionRequest with further fields.
 
-Messages and tools have the shape of OpenAI's API. A message, or a part of its content, may have a `cache_control`, as parts have
-it in both protocols: up to its end the prompt is worth keeping. Templates ignore it.
+Messages and tools have the shape of OpenAI's API. A message, or a part of its content, may have a
+`cache_control`, as parts have it in both protocols: up to its end the prompt is worth keeping.
+Templates ignore it.
 """
 
 from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..drafts.draft import Prediction
-from ..forms.form import Form
-from ..forms.wanted import Wanted, WantedTool
-from ..messages import Message
+from ..forms.form import ReplyForm
+from ..forms.output_format import OutputFormat, ToolFormat
 from ..mlx_lm_compat import CompletionRequest, GenerationArguments
 from ..prefix.salts import SHARED
+from .prompts.breakpoints import Breakpoint
 from .prompts.job import PreparedPrompt
 
 if TYPE_CHECKING:
-    from .explain import Explained
     from .images import HeldPixels
-
-SECONDS = {"5m": 300, "1h": 3600}
-
-
-@dataclass(frozen=True)
-class Breakpoint:
-    """A beginning of a chat that is worth keeping for `seconds`.
-
-    It ends after `parts` content parts of message number `message`, after the whole message where `parts` is None, and after
-    `parts` tools where `message` is None.
-    """
-
-    message: int | None
-    parts: int | None
-    seconds: int
+    from .watch.explain import Explained
 
 
 @dataclass
@@ -46,13 +31,18 @@ class RequestOptions:
 
     id:            names the request in the response's headers, in explanations and in the log.
     agent:         the client's name for itself; requests of one agent run in order.
-    conversation:  the name that the chat's content gives it where the client gives none; it orders nothing.
-    retention:     where the prompt is kept: "memory" never on disk, "day" for a day since its last use; None: the default.
+    conversation:  the name that the chat's content gives it where the client gives none; it orders
+                   nothing.
+    retention:     where the prompt is kept: "memory" never on disk, "day" for a day since its last
+                   use; None for the default.
     priority:      a request with a lower value is served earlier.
-    cache_salt:    the client's own salt for its prefixes; None: it has named none.
+    cache_salt:    the salt that the client has given for its prefixes, if any.
     salt:          of the request's prefixes; requests with SHARED share theirs.
-    owner:         the name of the key that the request has shown; None: keys have no names.
-    keep_seconds:  how long its model stays loaded without another request; None: as long as the server's options say.
+    owner:         the name of the request's key; None if keys have no names.
+    may_pin:       whether its breakpoints pin prefixes.
+    may_load:      whether it may have its model loaded while others are.
+    keep_seconds:  how long its model stays loaded without another request; None for the time of the
+                   server's options.
     """
 
     id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
@@ -64,6 +54,8 @@ class RequestOptions:
     salt: bytes = SHARED
     owner: str | None = None
     keep_seconds: float | None = None
+    may_pin: bool = True
+    may_load: bool = True
 
     @property
     def name(self) -> str | None:
@@ -73,18 +65,20 @@ class RequestOptions:
 
 @dataclass
 class PromptRequest(CompletionRequest):  # type: ignore[misc]
-    """mlx-lm's request with what the generation thread reads beside the prompt.
+    """mlx-lm's request with what the generation thread needs in addition to the prompt.
 
-    connection:  the client's, watched for hang-ups; None: the request came over none.
+    connection:  the client's, watched for hang-ups; None if the request came over none.
     image_at:    where the client's first image is.
-    explained:   where the request's use of the cache is written down; None: nowhere.
-    pixels:      where the pixels of its images are held; None: no budget bounds them.
+    explained:   where the request's use of the cache is explained; None if it is not.
+    pixels:      counts the pixels of its images; None without a budget for them.
     choices:     how many replies are generated for the prompt.
     tokenizer:   of the model that serves it, from the first part of its reply on.
     prepared:    the rendered prompt; empty until PromptPreparation has prepared it.
-    form:        the form that the content of the reply keeps; None: it is free.
-    prediction:  text that the client expects in the reply; "": none. predictions: its tokens and counts, one for each choice.
-    compiled:    this form, or that of the reply's calls, of which each choice follows a copy; None: the reply has none.
+    form:        the form that the content of the reply must have, if any.
+    prediction:  text that the client expects in the reply, or "". predictions: its tokens and
+                 counts, one for each choice.
+    compiled:    this form, or that of the reply's calls, of which each choice follows a copy; None
+                 if the reply has neither.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -95,8 +89,8 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
     choices: int = 1
     tokenizer: Any = None
     prepared: PreparedPrompt = field(default_factory=PreparedPrompt)
-    compiled: Form | None = None
-    form: Wanted | None = None
+    compiled: ReplyForm | None = None
+    form: OutputFormat | None = None
     prediction: str = ""
     predictions: list[Prediction] = field(default_factory=list)
 
@@ -116,37 +110,17 @@ class ChatRequest(PromptRequest):
     calls: Literal["may", "must", "never"] = "may"
     begin: str = ""
     only_count: bool = False
-    held: tuple[WantedTool, ...] = ()
+    held: tuple[ToolFormat, ...] = ()
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request's body, parsed. `body`: its model, by which the reply is rendered. `one_call`: a call ends the reply."""
+    """A request's body, parsed.
+
+    `body`: its model, by which the reply is rendered. `one_call`: a call ends the reply.
+    """
 
     request: ChatRequest
     arguments: GenerationArguments
     body: Any
     one_call: bool
-
-
-def message_breakpoints(messages: list[Message]) -> list[Breakpoint]:
-    """The breakpoints in messages, in their order."""
-    breakpoints = []
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        breakpoints += [
-            Breakpoint(i, j, s) for j, part in enumerate(parts, 1) if isinstance(part, dict) and (s := seconds_of(part))
-        ]
-        if seconds := seconds_of(message):
-            breakpoints.append(Breakpoint(i, None, seconds))
-    return breakpoints
-
-
-def seconds_of(marked: Mapping[str, Any]) -> int:
-    """Seconds for which a `cache_control` keeps its prefix; 0 without one, and for one of an unknown kind."""
-    control = marked.get("cache_control")
-    if not isinstance(control, dict):
-        return 0
-    ttl = control.get("ttl", "5m")
-    return SECONDS.get(ttl, 0) if isinstance(ttl, str) else 0

@@ -1,4 +1,4 @@
-"""Samplers of requests: mlx-lm's, with a random state of their own for a request with a seed."""
+"""Samplers of requests: those of mlx-lm, with a separate random state for a request with a seed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import mlx.core as mx
 from mlx_lm import sample_utils
 
 from .. import mlx_lm_compat
-from ..engine.draws import mend_random_state
 from ..engine.request import Sampler
+from ..engine.sampling import reset_random_state
 from ..mlx_lm_compat import rebind
 
 
 def make_sampler(args: Any, tokenizer: Any) -> Any:
-    """The sampler that mlx-lm's server makes. With a seed it draws the same in any batch as mlx-lm draws alone."""
+    """The sampler that mlx-lm's server makes.
+
+    With a seed it draws the same in any batch as mlx-lm draws alone.
+    """
     if args.seed is None:
         return mlx_lm_compat.make_sampler(args, tokenizer)
     own = OwnRandomness(args.seed)
-    make = rebind(sample_utils.make_sampler, categorical_sampling=own.categorical, apply_xtc=own.xtc)
+    make = rebind(
+        sample_utils.make_sampler, categorical_sampling=own.categorical, apply_xtc=own.xtc
+    )
     draw = rebind(mlx_lm_compat.make_sampler, make_sampler=make)(args, tokenizer)
     if draw is sample_utils.greedy_sampler:
         return draw
@@ -26,15 +31,20 @@ def make_sampler(args: Any, tokenizer: Any) -> Any:
 
 
 def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
-    """Try the request's sampler and processors on made-up logits: an error of theirs must not fail a whole batch.
+    """Try the request's sampler and processors on made-up logits: an error of theirs must not fail
+    a whole batch.
 
     Raises ValueError.
     """
     outside = [i for i in args.logits.logit_bias or {} if not 0 <= i < vocab_size]
     if outside:
-        raise ValueError(f"logit_bias has token ids {outside[:5]}. Give ids from 0 to {vocab_size - 1}.")
+        raise ValueError(
+            f"logit_bias has token ids {outside[:5]}. Give ids from 0 to {vocab_size - 1}."
+        )
     if args.top_logprobs > vocab_size:
-        raise ValueError(f"top_logprobs is {args.top_logprobs}; the vocabulary has {vocab_size} tokens.")
+        raise ValueError(
+            f"top_logprobs is {args.top_logprobs}; the vocabulary has {vocab_size} tokens."
+        )
     logits = mx.zeros((1, vocab_size))
     tokens = mx.array([0])
     try:
@@ -42,12 +52,14 @@ def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
             logits = process(tokens, logits)
         mx.eval(make_sampler(args, tokenizer)(logits))
     except Exception:
-        mend_random_state()
+        reset_random_state()
         raise
 
 
 class OwnRandomness:
-    """mlx's global random state after mx.random.seed(seed), for one request: every draw splits the key once."""
+    """mlx's global random state after mx.random.seed(seed), for one request: every draw splits
+    the key once.
+    """
 
     def __init__(self, seed: int) -> None:
         self._key = mx.random.key(seed)
@@ -55,13 +67,15 @@ class OwnRandomness:
     def categorical(self, logits: mx.array, temp: float) -> mx.array:
         return mx.random.categorical(logits * (1.0 / temp), key=self._next())
 
-    def xtc(self, logits: mx.array, probability: float, threshold: float, special_tokens: list[int]) -> mx.array:
+    def xtc(
+        self, logits: mx.array, probability: float, threshold: float, special_tokens: list[int]
+    ) -> mx.array:
         """apply_xtc with its own throw; at probability 1.0 mlx-lm's own always applies."""
         applied = sample_utils.apply_xtc(logits, 1.0, threshold, special_tokens)
         return mx.where(mx.random.uniform(0, 1, key=self._next()) > probability, logits, applied)
 
     def skip(self, keys: int) -> None:
-        """Leave out so many keys."""
+        """Skip this many keys."""
         for _ in range(keys):
             self._next()
 
@@ -71,7 +85,7 @@ class OwnRandomness:
 
 
 class SeededSampler:
-    """mlx-lm's sampler over a random state of its own, of which every draw takes as many `keys`."""
+    """mlx-lm's sampler over a separate random state, of which every draw takes `keys` keys."""
 
     def __init__(self, draw: Sampler, randomness: OwnRandomness, keys: int) -> None:
         self._draw = draw
@@ -82,5 +96,5 @@ class SeededSampler:
         return self._draw(logprobs)
 
     def skip(self, draws: int) -> None:
-        """Continue as if so many draws had been made."""
+        """Continue as if this many draws had been made."""
         self._randomness.skip(draws * self._keys)

@@ -1,6 +1,7 @@
 """Replaces two objects of mlx-lm's sequential path: its LRUPromptCache, and the queue of a reply.
 
-Requests take this path one by one: those with a draft model or with images. Used on the generation thread.
+Requests take this path one by one: those with a draft model or with images. Used on the generation
+thread.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from ..engine.masks import FormProcessor
+from ..engine.sampling import FormProcessor
 from ..engine.stock import GuardedPromptCache
 from ..errors import BlockpoolError
-from ..forms.form import Form
-from ..mlx_lm_compat import GenerationContext, ResponseGenerator, Vision, make_logits_processors, rebind
+from ..forms.form import ReplyForm
+from ..mlx_lm_compat import (
+    GenerationContext,
+    ResponseGenerator,
+    Vision,
+    make_logits_processors,
+    rebind,
+)
 from ..prefix.cache import ORDINARY, Acquired
 from ..prefix.lookup import Lookup
 from ..prefix.retention import RetentionPolicy
@@ -28,14 +35,18 @@ from .replies import Reply
 
 
 class SequentialCache:
-    """Replaces mlx-lm's LRUPromptCache, over `prefix` where the model has a pool, and over `stock` where it has none.
+    """Replaces mlx-lm's LRUPromptCache, over `prefix` if the model has a pool, and over `stock`
+    otherwise.
 
-    `max_tokens`: the room that the next fetch reserves after its prompt; `salt`: what that prompt is cached under; `lookup`
-    explains the last fetch.
+    `max_tokens`: how many tokens the next fetch reserves after its prompt; `salt`: what that prompt
+    is cached under; `lookup` explains the last fetch.
     """
 
     def __init__(
-        self, stock: GuardedPromptCache, prefix: TieredPrefixCache | DraftedPrefix | None = None, max_tokens: int = 0
+        self,
+        stock: GuardedPromptCache,
+        prefix: TieredPrefixCache | DraftedPrefix | None = None,
+        max_tokens: int = 0,
     ) -> None:
         self.stock = stock
         self.max_tokens = max_tokens
@@ -45,17 +56,32 @@ class SequentialCache:
         self._pooled = prefix.prefix if isinstance(prefix, DraftedPrefix) else prefix
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
-        """Layer caches for a prompt and the tokens left to compute, never none. On a miss of the pool: empty pooled caches."""
+        """Layer caches for a prompt, and the tokens left to compute: at least one.
+
+        On a miss: empty pooled caches.
+        """
         if self._prefix is None:
             return self.stock.fetch_nearest_cache(self._key_of(model), tokens)
         acquired = self._prefix.acquire(tokens, self.max_tokens, salt=self.salt)
         self.lookup = acquired.lookup
         return acquired.caches, acquired.rest
 
-    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
-        """Keep a finished sequence. Its blocks go back to the pool: the caches must not be used again."""
+    def insert_cache(
+        self,
+        model: Any,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+    ) -> None:
+        """Cache a finished sequence.
+
+        Its blocks return to the pool: the caches must not be used again.
+        """
         if self._prefix is None:
-            self.stock.insert_cache(self._key_of(model), tokens, prompt_cache, cache_type=cache_type)
+            self.stock.insert_cache(
+                self._key_of(model), tokens, prompt_cache, cache_type=cache_type
+            )
         else:
             self._prefix.release(tokens, prompt_cache, cache_type, RetentionPolicy(salt=self.salt))
 
@@ -70,7 +96,9 @@ class SequentialCache:
         return len(self.stock) if self._pooled is None else len(self._pooled)
 
     def close(self) -> None:
-        """Let go of all caches: mlx-lm's generator keeps its prompt cache until the next model has started."""
+        """Release all caches: mlx-lm's generator refers to its prompt cache until the next model
+        has started.
+        """
         self.stock = GuardedPromptCache()
         self._prefix = self._pooled = self.lookup = None
 
@@ -80,33 +108,48 @@ class SequentialCache:
 
 
 class DraftedPrefix:
-    """A prefix cache for the model and one for its draft, each in its own pool. Their caches go in one list, as in mlx-lm."""
+    """A prefix cache for the model and one for its draft, each in its own pool.
+
+    Their caches go in one list, as in mlx-lm.
+    """
 
     def __init__(self, prefix: TieredPrefixCache, draft: TieredPrefixCache) -> None:
         self.prefix = prefix
         self.draft = draft
 
-    def acquire(self, tokens: list[int], room: int, salt: bytes = SHARED) -> Acquired:
-        """Caches of both that end at the same token. Raises what TieredPrefixCache.acquire raises, and holds nothing then."""
-        room += 1  # the draft's last tokens are verified one token behind the reply
+    def acquire(self, tokens: list[int], max_tokens: int, salt: bytes = SHARED) -> Acquired:
+        """Caches of both that end at the same token.
+
+        Raises what TieredPrefixCache.acquire raises, and then holds nothing.
+        """
+        max_tokens += 1  # the draft's last tokens are verified one token after the reply's end
         hit = min(self.prefix.look(tokens, salt).hit, self.draft.look(tokens, salt).hit)
-        first = self.prefix.acquire(tokens, room, hit, salt)
+        first = self.prefix.acquire(tokens, max_tokens, hit, salt)
         try:
-            second = self.draft.acquire(tokens, room, first.lookup.hit, salt)
+            second = self.draft.acquire(tokens, max_tokens, first.lookup.hit, salt)
         except BlockpoolError:
             self.prefix.discard(first.caches)
             raise
         if second.lookup.hit != first.lookup.hit:
-            # Its pool has room for the prompt, but not beside what it knows of it.
+            # Its pool can hold the prompt, but not in addition to the cached part of it.
             self.discard([*first.caches, *second.caches])
-            first, second = self.prefix.acquire(tokens, room, 0, salt), self.draft.acquire(tokens, room, 0, salt)
-        # Neither has checkpoints: it was the draft that knew no more.
-        behind = first.lookup.cause == "no checkpoint"
-        lookup = replace(first.lookup, cause="draft", given=(), expected=()) if behind else first.lookup
+            first, second = (
+                self.prefix.acquire(tokens, max_tokens, 0, salt),
+                self.draft.acquire(tokens, max_tokens, 0, salt),
+            )
+        # Neither has checkpoints: the draft's cached prefix was the shorter one.
+        is_draft_shorter = first.lookup.cause == "no checkpoint"
+        lookup = (
+            replace(first.lookup, cause="draft", given=(), expected=())
+            if is_draft_shorter
+            else first.lookup
+        )
         return Acquired([*first.caches, *second.caches], first.rest, lookup)
 
-    def release(self, tokens: list[int], caches: list[Any], kind: str, policy: RetentionPolicy = ORDINARY) -> None:
-        """Keep what both hold of `tokens`: behind a draft each is ahead of them by its own amount."""
+    def release(
+        self, tokens: list[int], caches: list[Any], kind: str, policy: RetentionPolicy = ORDINARY
+    ) -> None:
+        """Cache what both hold of `tokens`. After a draft each of them may hold more."""
         for prefix, own in zip((self.prefix, self.draft), self._parts(caches), strict=True):
             ahead = own[0].offset - len(tokens)
             if ahead > 0 and can_trim_prompt_cache(own):
@@ -129,9 +172,10 @@ class DraftedPrefix:
 class SequentialReply:
     """A reply's queue, as mlx-lm's sequential path writes to it.
 
-    `mark` is called for every item, which is the only sign of progress that this path gives. The reply's context is held back
-    until the next item: only then is its prompt looked up in `cache`, and `explain` is called with what was found. Once the
-    client has hung up, a prefill ends with ConnectionAbortedError and a reply with the token computed last.
+    `mark` is called for every item, which is the only sign of progress that this path gives. The
+    reply's context is held back until the next item: only then is its prompt looked up in `cache`,
+    and `explain` is called with what was found. Once the client has hung up, a prefill ends with
+    ConnectionAbortedError and a reply with the token computed last.
     """
 
     def __init__(
@@ -177,19 +221,28 @@ class SequentialReply:
 
 
 def serve_alone(generator: Any, served: Any, reply: Reply, stream: mx.Stream) -> None:
-    """Serve one request of the LoadedModel `served` to its end, with room for what a draft writes and takes back."""
-    cache, explained = served.sequential, reply.explained
-    cache.max_tokens, cache.lookup, cache.salt = reply.args.max_tokens, None, served.salt_of(reply.request.options)
-    if explained is not None:
-        explained.salt = cache.salt
+    """Serve one request of the LoadedModel `served` to its end.
+
+    Reserves what a draft writes and rolls back, too.
+    """
+    cache = served.sequential
+    cache.max_tokens, cache.lookup, cache.salt = (
+        reply.args.max_tokens,
+        None,
+        reply.request.options.salt,
+    )
     queue = SequentialReply(reply, cache, generator.health.mark, served.explain)
     compiled = reply.request.compiled
-    serve = generator._serve_single if compiled is None else partial(serving_in(compiled), generator)
+    serve = (
+        generator._serve_single if compiled is None else partial(serving_in(compiled), generator)
+    )
     serve((queue, reply.request, reply.args), stream)
 
 
-def serving_in(form: Form) -> Callable[..., None]:
-    """A copy of mlx-lm's _serve_single() that holds the reply to a form, after what the request's own processors have done."""
+def serving_in(form: ReplyForm) -> Callable[..., None]:
+    """A copy of mlx-lm's _serve_single() that holds the reply to a form, after what the
+    request's own processors have done.
+    """
 
     def processors(args: Any) -> list[Any]:
         return [*make_logits_processors(args), FormProcessor(form)]
@@ -198,7 +251,10 @@ def serving_in(form: Form) -> Callable[..., None]:
 
 
 def tokenized(prepared: PreparedPrompt) -> Any:
-    """Return a prompt as mlx-lm's _tokenize() does. Raises ConnectionAbortedError for images that were dropped."""
+    """Return a prompt as mlx-lm's _tokenize() does.
+
+    Raises ConnectionAbortedError for images that were dropped.
+    """
     segments, start = [], 0
     for number, length in enumerate(prepared.segments):
         if number == len(prepared.segments) - 1:

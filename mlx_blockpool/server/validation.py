@@ -1,7 +1,8 @@
-"""Request bodies as pydantic models: the types that several protocols share, and errors that name the field that is wrong.
+"""Request bodies as pydantic models: the types that several protocols share, and errors that name
+the field that is wrong.
 
-An error says where the field is, such as `messages[1].content`, what is needed, and what was found. Lists fail fast: collecting
-every error of a large body would hold up other threads.
+An error says where the field is, such as `messages[1].content`, what is needed, and what was found.
+Lists fail fast: collecting every error of a large body would hold up other threads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from pydantic import (
 )
 
 from ..config import RequestConfig
-from ..mlx_lm_compat import GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments
+from ..mlx_lm_compat import (
+    GenerationArguments,
+    LogitsProcessorArguments,
+    ModelDescription,
+    SamplingArguments,
+)
 from .bodies import InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -40,12 +46,13 @@ LARGEST = 2**63 - 1
 
 
 class _FailFast(FailFast):
-    """With a hash, which unions need of their members."""
+    """Hashable, because pydantic hashes the members of unions."""
 
     __hash__ = object.__hash__
 
 
-# Text as JSON has it: pydantic's own strings must be UTF-8, and a client's may have half of a surrogate pair.
+# Text as JSON has it: pydantic's own strings must be UTF-8, and a client's may have half of a
+# surrogate pair.
 Text = InstanceOf[str]
 Object = InstanceOf[dict[str, Any]]
 Int = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
@@ -88,25 +95,35 @@ def known(values: Collection[str], place: str) -> AfterValidator:
 def _few(biases: Any) -> Any:
     # pydantic would list the errors of all of them.
     if isinstance(biases, dict) and len(biases) > RequestConfig.logit_bias:
-        raise ValueError(f"a request may have {RequestConfig.logit_bias:,} of them; this one has {len(biases):,}")
+        raise ValueError(
+            f"a request may have {RequestConfig.logit_bias:,} of them; this one has {len(biases):,}"
+        )
     return biases
 
 
 class Body(BaseModel):
-    """A JSON object. A field that is null counts as left out, and fields that the model does not have are ignored."""
+    """A JSON object.
+
+    A field that is null counts as left out, and fields that the model does not have are ignored.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
+        return (
+            {name: item for name, item in value.items() if item is not None}
+            if isinstance(value, dict)
+            else value
+        )
 
 
 class Serving(Body):
-    """Fields of every protocol for serving a request beside others.
+    """Fields of every protocol for serving a request among others.
 
-    cache_salt: only requests with the same one share their prefixes. priority: lower values are served earlier.
+    cache_salt: only requests with the same one share their prefixes. priority: lower values are
+    served earlier.
     """
 
     cache_salt: Salt | None = None
@@ -114,7 +131,10 @@ class Serving(Body):
 
 
 class Sampling(Serving):
-    """Fields for the model, and for drawing and sending tokens. None: the server's options hold."""
+    """Fields for the model, and for drawing and sending tokens.
+
+    The server's options replace those that are None.
+    """
 
     stream: bool = False
     model: Text = "default_model"
@@ -124,7 +144,7 @@ class Sampling(Serving):
 
 
 class AllSampling(Sampling):
-    """Everything that mlx-lm's server reads beside the prompt, with its defaults."""
+    """Everything that mlx-lm's server reads in addition to the prompt, with its defaults."""
 
     draft_model: Text = "default_model"
     adapters: Text | None = None
@@ -138,7 +158,9 @@ class AllSampling(Sampling):
     presence_context_size: Count = 20
     frequency_penalty: Number = 0.0
     frequency_context_size: Count = 20
-    logit_bias: Annotated[dict[Annotated[Int, Field(strict=False)], Number], BeforeValidator(_few)] | None = None
+    logit_bias: (
+        Annotated[dict[Annotated[Int, Field(strict=False)], Number], BeforeValidator(_few)] | None
+    ) = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=-1, le=RequestConfig.top_logprobs)] = -1
     seed: Annotated[int, Field(ge=-LARGEST, lt=2**64)] | None = None
@@ -151,16 +173,27 @@ def dotted(path: Sequence[Any]) -> str:
 
 def indexed(path: Sequence[Any]) -> str:
     """`messages[1].content`, as OpenAI writes the place of a field."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:50]}" for part in path).removeprefix(".")
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part[:50]}" for part in path
+    ).removeprefix(".")
 
 
 def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str] = indexed) -> B:
-    """The model of a body. `place`: writes the path of a field. Raises InvalidRequestError for the first thing that is wrong."""
+    """The model of a body.
+
+    `place`: writes the path of a field. Raises InvalidRequestError for the first thing that is
+    wrong.
+    """
     try:
         return model.model_validate(value)
     except ValidationError as error:
         first: Any = error.errors(include_url=False)[0]
-    places, context, kind, message = first["loc"], first.get("ctx", {}), first["type"], str(first["msg"])
+    places, context, kind, message = (
+        first["loc"],
+        first.get("ctx", {}),
+        first["type"],
+        str(first["msg"]),
+    )
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         places += (context["discriminator"].strip("'()"),)
         message = "Field required"
@@ -173,19 +206,30 @@ def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str] 
         message = "Input should not be empty"
     elif kind == "too_long":
         found = context["actual_length"]
-        message = f"Input should have a length of at most {context['max_length']:,}" + (f"; found {found:,}" if found else "")
+        message = f"Input should have a length of at most {context['max_length']:,}" + (
+            f"; found {found:,}" if found else ""
+        )
     elif kind != "missing":
         if kind in ("is_instance_of", "model_type", "model_attributes_type"):
-            message = f"Input should be a valid {'string' if context.get('class') == 'str' else 'dictionary'}"
+            message = (
+                "Input should be a valid "
+                f"{'string' if context.get('class') == 'str' else 'dictionary'}"
+            )
         message = f"{message}; found {_short(first['input'])}"
     raise InvalidRequestError(place(_path(places, value)), message)
 
 
 def _path(places: Sequence[Any], value: Any) -> list[Any]:
-    """The way to a field of the body `value`, without the tags of unions and keys that pydantic's `places` have."""
+    """The way to a field of the body `value`, without the tags of unions and keys that
+    pydantic's `places` have.
+    """
     path = []
     for part, after in pairwise(places):
-        is_key = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        is_key = (
+            part in value
+            if isinstance(value, dict)
+            else isinstance(value, list) and isinstance(part, int)
+        )
         is_tag = isinstance(value, dict) and part == value.get("type") and after in value
         if is_key and not is_tag:
             path.append(part)
@@ -201,39 +245,58 @@ def _short(value: Any) -> str:
 
 
 def generation_arguments(
-    body: Sampling, options: Any, max_tokens: int, stop_words: list[str], template: dict[str, Any] | None
+    body: Sampling,
+    options: Any,
+    max_tokens: int,
+    stop_words: list[str],
+    template: dict[str, Any] | None,
 ) -> GenerationArguments:
     """mlx-lm's arguments for a body, and the server's `options` for what the body leaves open.
 
     `template`: arguments of the chat template.
     """
-    given = {name: getattr(body, name) for name in (AllSampling if isinstance(body, AllSampling) else Sampling).model_fields}
     values = {name: field.default for name, field in AllSampling.model_fields.items()}
-    values |= {name: getattr(options, name) for name in ("top_p", "top_k", "min_p", "num_draft_tokens")}
-    values |= {"temperature": options.temp} | {name: value for name, value in given.items() if value is not None}
+    values |= {
+        name: getattr(options, name) for name in ("top_p", "top_k", "min_p", "num_draft_tokens")
+    }
+    values |= {"temperature": options.temp} | {
+        name: value for name, value in body if value is not None
+    }
 
     def part(kind: Any) -> Any:
         return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
 
-    values |= {"max_tokens": max_tokens, "stop_words": stop_words, "chat_template_kwargs": template or None}
+    values |= {
+        "max_tokens": max_tokens,
+        "stop_words": stop_words,
+        "chat_template_kwargs": template or None,
+    }
     model = ModelDescription(values["model"], values["draft_model"], values["adapters"])
-    values |= {"model": model, "sampling": part(SamplingArguments), "logits": part(LogitsProcessorArguments)}
+    values |= {
+        "model": model,
+        "sampling": part(SamplingArguments),
+        "logits": part(LogitsProcessorArguments),
+    }
     return part(GenerationArguments)
 
 
-def check_bounds(request: Any, args: Any, config: RequestConfig) -> None:
-    """Raises InvalidRequestError with the field that has so much that working on it would hold up other requests."""
+def check_bounds(request: Any, args: Any) -> None:
+    """Raises InvalidRequestError with the field whose size would delay other requests."""
     counts = {
-        "messages": (request.messages, config.messages),
-        "tools": (request.tools or (), config.tools),
-        "logit_bias": (args.logits.logit_bias or (), config.logit_bias),
-        "stop": (args.stop_words, config.stop_words),
+        "messages": (request.messages, RequestConfig.messages),
+        "tools": (request.tools or (), RequestConfig.tools),
+        "logit_bias": (args.logits.logit_bias or (), RequestConfig.logit_bias),
+        "stop": (args.stop_words, RequestConfig.stop_words),
     }
     for place, (values, most) in counts.items():
         if len(values) > most:
-            raise InvalidRequestError(place, f"a request may have {most:,} of them; this one has {len(values):,}")
+            raise InvalidRequestError(
+                place, f"a request may have {most:,} of them; this one has {len(values):,}"
+            )
     longest = max(map(len, args.stop_words), default=0)
-    if longest > config.stop_characters:
+    if longest > RequestConfig.stop_characters:
         raise InvalidRequestError(
-            "stop", f"a stop string may have {config.stop_characters:,} characters; this one has {longest:,}"
+            "stop",
+            f"a stop string may have {RequestConfig.stop_characters:,} characters; this one has "
+            f"{longest:,}",
         )

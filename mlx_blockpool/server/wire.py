@@ -1,4 +1,5 @@
-"""Both sides of a connection: requests are read under limits of time and memory, and the bodies of responses are framed.
+"""Both directions of a connection: requests are read under limits, bodies of responses are framed,
+and hang-ups are noticed.
 
 Runs on the socket's thread.
 """
@@ -6,32 +7,37 @@ Runs on the socket's thread.
 from __future__ import annotations
 
 import io
+import select
 import socket
 import sys
 import time
 from contextlib import suppress
 from typing import Any
 
-from .access import BudgetShare, Rejected
+from .access import BudgetShare
+from .bodies import StatusError
 
-# A body is read in pieces of this size, so that bytes which were announced and never sent take no memory.
+# A body is read in pieces of this size, so that bytes which were announced and never sent take no
+# memory.
 PIECE_BYTES = 1 << 18
-# A client that sends or takes a file more slowly than this is disconnected.
-FILE_BYTES_PER_SECOND = 1 << 18
-# How long, and how much of, a rejected request is drained.
+# The time and the bytes for which a rejected request is drained.
 DRAIN_SECONDS = 2.0
 DRAIN_BYTES = 1 << 16
 MOST_DRAIN_BYTES = 64 << 20
 # Probes of a silent connection within the time after which it is given up.
 PROBES = 3
-# macOS's name for the time after which data that nobody acknowledges ends a connection; Python has no constant for it.
+# macOS's option: unacknowledged data ends a connection after this time. Python has no constant for
+# it.
 RXT_CONNDROPTIME = 0x80
+# Where the system has it, this is reported also while bytes of a next request wait to be read.
+READ_HANG_UP: int = getattr(select, "POLLRDHUP", 0)
 
 
 class TimedReader(io.RawIOBase):
     """The receiving side of a socket.
 
-    Reading raises TimeoutError after `stall` seconds without a byte, and from `until` (time.monotonic()) on.
+    Reading raises TimeoutError after `stall` seconds without a byte, and from `until`
+    (time.monotonic()) on.
     """
 
     def __init__(self, connection: socket.socket, stall: float, until: float) -> None:
@@ -50,38 +56,33 @@ class TimedReader(io.RawIOBase):
         return self._connection.recv_into(buffer)
 
 
-class WireBody(io.RawIOBase):
-    """A request's body that stays on the wire: the next `left` bytes of the connection's reader."""
+def buffer_body(reader: Any, length: int, share: BudgetShare) -> bytes:
+    """Read a body of `length` bytes into memory.
 
-    def __init__(self, reader: Any, left: int) -> None:
-        self._reader = reader
-        self.left = left
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._reader.read1(min(len(buffer), self.left)) if self.left else b""
-        buffer[: len(data)] = data
-        self.left -= len(data)
-        return len(data)
-
-
-def buffer_body(reader: Any, length: int, share: BudgetShare) -> bytes | Rejected:
-    """Read a body of `length` bytes into memory, as far as the share can grow."""
+    Raises StatusError if the share cannot grow, or the body ends before.
+    """
     body = bytearray()
     while len(body) < length:
         size = min(length - len(body), PIECE_BYTES)
         if not share.grow(size):
-            return Rejected(503, "The server has too many large requests at once. Try again when one of them has ended.")
+            raise StatusError(
+                503,
+                "The server has too many large requests at once. Try again when one of them has "
+                "ended.",
+            )
         if not (piece := reader.read(size)):
-            return Rejected(400, f"The body ended after {len(body)} of {length} bytes.")
+            raise StatusError(400, f"The body ended after {len(body)} of {length} bytes.")
         body += piece
     return bytes(body)
 
 
-def drain(connection: socket.socket, reader: Any, incoming: TimedReader, length: int, max_body_bytes: int) -> None:
-    """Drain a rejected request before closing: a reset would discard our response. `length`: of its body; 0: unknown."""
+def drain(
+    connection: socket.socket, reader: Any, incoming: TimedReader, length: int, max_body_bytes: int
+) -> None:
+    """Drain a rejected request before closing: a reset would discard our response.
+
+    `length`: of its body; 0: unknown.
+    """
     left = min(length or DRAIN_BYTES, max(MOST_DRAIN_BYTES, 4 * max_body_bytes))
     incoming.stall = DRAIN_SECONDS
     with suppress(OSError):
@@ -90,18 +91,20 @@ def drain(connection: socket.socket, reader: Any, incoming: TimedReader, length:
             left -= len(data)
 
 
-def file_deadline(seconds: float, n_bytes: int) -> float:
-    """When the transfer of a file has to end, in seconds of time.monotonic()."""
-    return time.monotonic() + seconds + n_bytes / FILE_BYTES_PER_SECOND
-
-
 def drop_vanished(connection: socket.socket, seconds: float) -> None:
-    """Have the system end a connection whose other machine has answered nothing for so long, as after a lost network.
+    """Have the system end a connection whose peer has not answered for `seconds`, as after a lost
+    network.
 
-    Without it an idle one would stay for ever, and one with data under way for a quarter of an hour.
+    Without it an idle connection would stay for ever, and one with data in flight for a quarter of
+    an hour.
     """
     probe = max(1, round(seconds / (PROBES + 1)))
-    options = {"TCP_KEEPIDLE": probe, "TCP_KEEPALIVE": probe, "TCP_KEEPINTVL": probe, "TCP_KEEPCNT": PROBES}
+    options = {
+        "TCP_KEEPIDLE": probe,
+        "TCP_KEEPALIVE": probe,
+        "TCP_KEEPINTVL": probe,
+        "TCP_KEEPCNT": PROBES,
+    }
     options["TCP_USER_TIMEOUT"] = round(seconds * 1000)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in options.items():
@@ -115,26 +118,31 @@ def drop_vanished(connection: socket.socket, seconds: float) -> None:
 class Outgoing:
     """A socket's file that frames the body of each response.
 
-    Writing raises ConnectionError for a client that is gone or reads nothing of its response for too long.
-    `is_whole`: the last response was written as its headers promised, and another one may follow it.
+    Writing raises ConnectionError for a client that is gone or reads nothing of its response for
+    too long.
+    `is_whole`: the last response was written as its headers promised, and another one may follow
+    it.
     """
 
     closed = False
 
     def __init__(self, wfile: Any) -> None:
         self._wfile: Any = wfile
-        self._chunked = False
-        self._promised: int | None = None
-        self._written = 0
-        self.is_whole = False
+        self.begin()
 
     def begin(self) -> None:
         """Start a response with its headers, which are not framed."""
-        self._chunked, self._promised, self._written, self.is_whole = False, None, 0, False
+        self._chunked = self._drops = self.is_whole = False
+        self._promised: int | None = None
+        self._written = 0
 
-    def begin_body(self, length: int | None, chunked: bool) -> None:
-        """The headers are written; they promise `length` bytes, chunks, or everything until the connection ends."""
-        self._chunked, self._promised = chunked, length
+    def begin_body(self, length: int | None, chunked: bool, drops: bool = False) -> None:
+        """The headers are written; they promise `length` bytes, chunks, or everything until the
+        connection ends.
+
+        `drops`: the client wants no body, whatever is written.
+        """
+        self._promised, self._chunked, self._drops, self._written = length, chunked, drops, 0
 
     def finish(self) -> None:
         """End the body of a response."""
@@ -146,15 +154,20 @@ class Outgoing:
             self.is_whole = self._written == self._promised
 
     def write(self, data: bytes) -> int:
-        if self._promised is not None:
-            self._written += len(data)
+        if self._drops:
+            return len(data)
+        self._written += len(data)
         framed = b"%x\r\n%s\r\n" % (len(data), data) if self._chunked and data else data
         try:
             self._wfile.write(framed)
         except ConnectionError:
             raise
         except OSError as error:
-            why = "does not read its response" if isinstance(error, TimeoutError) else "cannot be reached"
+            why = (
+                "does not read its response"
+                if isinstance(error, TimeoutError)
+                else "cannot be reached"
+            )
             raise ConnectionAbortedError(f"the client {why}") from error
         return len(data)
 
@@ -166,22 +179,24 @@ class Outgoing:
         self._wfile.close()
 
 
-class OnlyHeaders:
-    """The response to HEAD: a socket's file that writes the headers, which are one write, and drops the body."""
+def has_hung_up(connection: socket.socket) -> bool:
+    """Return whether the other end has closed or reset a connection.
 
-    closed = False
+    Waiting bytes of a next request do not count as that.
+    """
+    try:
+        poll = select.poll()
+        poll.register(connection, select.POLLIN | READ_HANG_UP)
+        found = [event for _, event in poll.poll(0)]
+        if any(event & ~select.POLLIN for event in found):
+            return True
+        return bool(found) and connection.recv(1, socket.MSG_PEEK) == b""
+    except (OSError, ValueError):
+        # This end is closed too.
+        return True
 
-    def __init__(self, wfile: Any) -> None:
-        self._wfile: Any = wfile
 
-    def write(self, data: bytes) -> int:
-        if self._wfile is not None:
-            self._wfile.write(data)
-            self._wfile = None
-        return len(data)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
+def check_connection(connection: socket.socket | None) -> None:
+    """Raises ConnectionAbortedError if the client of a connection has hung up."""
+    if connection is not None and has_hung_up(connection):
+        raise ConnectionAbortedError("the client hung up")

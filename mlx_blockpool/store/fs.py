@@ -1,6 +1,7 @@
-"""Files that are whole or absent, and the few system calls that the store makes. Knows bytes and names; no records, no arrays.
+"""Files that are whole or absent, and the few system calls that the store makes. Knows bytes and
+names; no records, no arrays.
 
-Any thread may call anything here: there is no state.
+Any thread may call anything here: it holds no state.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -26,8 +26,6 @@ Into: TypeAlias = Callable[[int], "bytearray | memoryview"]
 
 # The beginning of a file's name until it is whole. Hidden, and never the beginning of a safe name.
 TEMPORARY = ".writing-"
-# Files synced by several threads at once share commits of the file system's journal.
-SYNCED_AT_ONCE = 8
 # Network shares and some FUSE file systems refuse to sync what they cannot.
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}
 
@@ -53,7 +51,8 @@ class Stamp(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One name in a directory. `size` is bytes, `modified` seconds since the epoch, `modified_ns` the same exactly.
+    """One name in a directory. `size` is bytes, `modified` seconds since the epoch, `modified_ns`
+    the same exactly.
 
     `is_file`: a regular file, neither a link nor a pipe nor a device.
     """
@@ -72,9 +71,11 @@ class Entry(NamedTuple):
 
 
 class Disk:
-    """A thin method for each system call, so that a test can fail, die or lose writes at any of them. Each raises OSError.
+    """A thin method for each system call, so that a test can fail, die or lose writes at any of
+    them. Each raises OSError.
 
-    Only regular files are read: a link, pipe, device or directory in place of one is a BadRecordError, at once.
+    Only regular files are read: a link, pipe, device or directory in place of one raises
+    BadRecordError at once.
     """
 
     def create(self, path: Path) -> int:
@@ -89,16 +90,6 @@ class Disk:
                 rest = rest.cast("B")
             while rest.nbytes:
                 rest = rest[os.write(fd, rest) :]
-
-    def append(self, path: Path, data: Buffer) -> None:
-        """Add to the end of an existing file in one call: other processes that append come before or after."""
-        fd = _open_regular(path, os.O_WRONLY | os.O_APPEND)
-        try:
-            done = os.write(fd, data)
-            if done < len(data):
-                raise OSError(errno.ENOSPC, f"{done} of {len(data)} bytes were written", str(path))
-        finally:
-            os.close(fd)
 
     def sync(self, fd: int) -> None:
         """To the medium. On macOS fsync stops at the drive's own cache, F_FULLFSYNC does not."""
@@ -119,12 +110,11 @@ class Disk:
         """Atomic; replaces a file of the new name."""
         os.replace(old, new)
 
-    def link(self, old: Path, new: Path) -> None:
-        """A second name for a file. Raises FileExistsError."""
-        os.link(old, new)
-
     def sync_directory(self, path: Path) -> None:
-        """The names in a directory, to the medium. File systems that cannot do that keep their own promise."""
+        """The names in a directory, to the medium.
+
+        File systems that cannot do that keep their own promise.
+        """
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self.sync(fd)
@@ -135,7 +125,9 @@ class Disk:
             os.close(fd)
 
     def touch(self, path: Path, moment: float) -> None:
-        """Set the time of modification, in seconds since the epoch; of a link itself, not of its target."""
+        """Set the time of modification, in seconds since the epoch; of a link itself, not of its
+        target.
+        """
         os.utime(path, (moment, moment), follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:
@@ -158,7 +150,10 @@ class Disk:
         self.sync_directory(path.parent)
 
     def scan(self, path: Path) -> list[Entry]:
-        """The names in a directory, in no order, without those that go away meanwhile. Links are not followed."""
+        """The names in a directory, in no order, without those that go away meanwhile.
+
+        Links are not followed.
+        """
         found = []
         with os.scandir(path) as entries:
             for entry in entries:
@@ -167,7 +162,10 @@ class Disk:
         return found
 
     def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
-        """At most `size` bytes from byte `start` on, None: all. Never allocates more than the file has."""
+        """At most `size` bytes from byte `start` on, or all.
+
+        Never allocates more than the file has.
+        """
         fd = _open_regular(path)
         try:
             rest = max(0, os.fstat(fd).st_size - start)
@@ -182,7 +180,9 @@ class Disk:
             os.close(fd)
 
     def read_into(self, path: Path, into: Into, most: int) -> memoryview:
-        """read() from the beginning, at most `most` bytes, into the memory that into(bytes) gives."""
+        """read() from the beginning, at most `most` bytes, into the memory that into(bytes)
+        gives.
+        """
         fd = _open_regular(path)
         try:
             data = memoryview(into(min(most, os.fstat(fd).st_size)))
@@ -212,15 +212,17 @@ class Disk:
 def _entry(name: str, found: os.stat_result) -> Entry:
     kind = stat.S_IFMT(found.st_mode)
     is_directory, is_file = kind == stat.S_IFDIR, kind == stat.S_IFREG
-    return Entry(name, found.st_size, found.st_mtime, is_directory, is_file, found.st_mtime_ns, found.st_ino)
+    return Entry(
+        name, found.st_size, found.st_mtime, is_directory, is_file, found.st_mtime_ns, found.st_ino
+    )
 
 
-def _open_regular(path: Path, mode: int = os.O_RDONLY) -> int:
+def _open_regular(path: Path) -> int:
     """Opens a regular file. Raises BadRecordError for anything else under its name, and OSError."""
-    # Opening a device can have effects of its own, so it is checked before.
+    # Opening a device can have effects, so it is checked before.
     _need_regular(os.lstat(path).st_mode)
     try:
-        fd = os.open(path, mode | os.O_NONBLOCK | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
             _need_regular(stat.S_IFLNK)
@@ -235,14 +237,17 @@ def _open_regular(path: Path, mode: int = os.O_RDONLY) -> int:
 
 def _need_regular(mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise BadRecordError(f"It is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file.")
+        raise BadRecordError(
+            f"It is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file."
+        )
 
 
 def write_whole(disk: Disk, path: Path, buffers: Iterable[Buffer]) -> None:
-    """After a crash at any point a reader finds the old file or all of `buffers`; once this returns, the latter.
+    """After a crash at any point a reader finds the old file or all of `buffers`; once this
+    returns, the latter.
 
-    Raises OSError with the path. The old file is then still there, or, if only the directory could not be synced, the new one.
-    A failed write leaves nothing behind that `sweep` does not take.
+    Raises OSError with the path. The old file is then still there, or, if only the directory could
+    not be synced, the new one. A failed write leaves at most a temporary file.
     """
     with removed_on_error(disk, temporary_for(path), path) as temporary:
         write_synced(disk, temporary, buffers)
@@ -250,41 +255,8 @@ def write_whole(disk: Disk, path: Path, buffers: Iterable[Buffer]) -> None:
         disk.sync_directory(path.parent)
 
 
-def write_all_whole(disk: Disk, files: Mapping[Path, Sequence[Buffer]]) -> dict[Path, OSError]:
-    """write_whole() for files of one directory, which are synced side by side, and their directory once.
-
-    Returns the errors of those that could not be written; the others are written all the same.
-    """
-
-    def write(path: Path) -> Path | OSError:
-        try:
-            with removed_on_error(disk, temporary_for(path), path) as temporary:
-                write_synced(disk, temporary, files[path])
-        except OSError as error:
-            return error
-        return temporary
-
-    failed: dict[Path, OSError] = {}
-    with ThreadPoolExecutor(SYNCED_AT_ONCE) as threads:
-        for path, written in zip(files, threads.map(write, files), strict=True):
-            if isinstance(written, OSError):
-                failed[path] = written
-                continue
-            try:
-                with removed_on_error(disk, written, path):
-                    disk.rename(written, path)
-            except OSError as error:
-                failed[path] = error
-    for directory in {path.parent for path in files.keys() - failed.keys()}:
-        try:
-            disk.sync_directory(directory)
-        except OSError as error:
-            failed |= {path: error for path in files if path.parent == directory}
-    return failed
-
-
 def temporary_for(path: Path) -> Path:
-    """A name beside `path` for a file that is not whole yet."""
+    """A name in the folder of `path` for a file that is not whole yet."""
     return path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
 
 
@@ -312,25 +284,13 @@ def removed_on_error(disk: Disk, temporary: Path, path: Path) -> Iterator[Path]:
         raise
 
 
-def sweep(disk: Disk, directory: Path, older_than: float) -> list[Path]:
-    """Remove the leftovers of writes that never ended from a directory. Returns their paths; raises OSError.
-
-    `older_than` is a moment, in seconds since the epoch: a younger file may be a live write of another process.
-    """
-    removed = []
-    for entry in disk.scan(directory):
-        if entry.name.startswith(TEMPORARY) and not entry.is_directory and entry.modified < older_than:
-            with suppress(FileNotFoundError):
-                disk.unlink(directory / entry.name)
-                removed.append(directory / entry.name)
-    return removed
-
-
 def safe_name(text: str) -> str:
-    """A file name of at most 120 bytes for any text; different texts have different names on every file system.
+    """A file name of at most 120 bytes for any text; different texts have different names on every
+    file system.
 
-    Plain names (lower-case ASCII letters, digits, inner dots, _ and -) stay as they are. All others become their readable
-    characters, "~" and 128 bits of a hash, so that no case folding or Unicode normalisation makes two of them one.
+    Plain names (lower-case ASCII letters, digits, inner dots, _ and -) stay as they are. All others
+    become their readable characters, "~" and 128 bits of a hash, so that no case folding or Unicode
+    normalisation makes two of them one.
     """
     if _PLAIN_NAME.fullmatch(text) and not _WINDOWS_DEVICE.fullmatch(text):
         return text

@@ -1,7 +1,9 @@
-"""Checks the files of a prompt store: what is wrong with each, which records nothing leads to, and removing files.
+"""Checks the files of a prompt store: what is wrong with each, which records nothing leads to, and
+removing files.
 
-Knows records; no trie. Works beside servers that run on the same files: a file that goes away meanwhile was never there. Follows
-no links below the store's folder, and touches nothing there that the store does not make itself.
+Knows records; no trie. Works while servers run on the same files: a file that goes away meanwhile
+was never there. Follows no links below the store's folder, and touches nothing there that the store
+does not make itself.
 """
 
 from __future__ import annotations
@@ -18,49 +20,58 @@ from pathlib import Path
 
 from ..config import StoreConfig
 from ..formatting import progress
-from ..spec import BLOCK_TOKENS
 from .fs import TEMPORARY, Disk
+from .hashing import TOKEN_BYTES, encode
 from .headers import Headers
-from .paths import KINDS, OF_A_MODEL
+from .paths import KINDS, MODEL_FILE
 from .quarantine import ASIDE, Quarantine
 from .reader import inspect
-from .record import BLOCK, SUFFIX, Record
+from .record import SUFFIX, Record
 from .scan import File, Listing
 
 READERS = 4
 _OWN = re.compile(
     rf"models/[^/]+/(?:{'|'.join(KINDS)})/[0-9a-f]{{2}}/[0-9a-f]{{64}}{re.escape(SUFFIX)}"
-    rf"|quarantine/{ASIDE.pattern}|(?:.+/)?{re.escape(TEMPORARY)}[^/]*|models/[^/]+/(?:{'|'.join(OF_A_MODEL)})"
+    rf"|quarantine/{ASIDE.pattern}|(?:.+/)?{re.escape(TEMPORARY)}[^/]*|models/[^/]+/{re.escape(MODEL_FILE)}"
 )
 
 
 @dataclass(frozen=True)
 class RecordPlace:
-    """The place that a good record's header names: the tokens [start, end) after the prefix `parent`."""
+    """The place that a good record's header names: `tokens`, as bytes, from `start` on after the
+    prefix `parent`.
+    """
 
     kind: str
     hash: bytes
     parent: bytes
     start: int
-    end: int
+    tokens: bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens) // TOKEN_BYTES
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A file and its header, or what is wrong with it; neither: it went away meanwhile."""
+    """A file and its header, or what is wrong with it; neither if it is gone."""
 
     file: File
     header: RecordPlace | None = None
     problem: str | None = None
 
 
-def judge(files: Sequence[File], with_data: bool = False, noted: bool = False, disk: Disk | None = None) -> Iterator[Judged]:
-    """Each record file by its name, length and header, or to its last byte. Reads several at a time.
+def judge(
+    files: Sequence[File], with_data: bool = False, noted: bool = False, disk: Disk | None = None
+) -> Iterator[Judged]:
+    """Each record file by its name, length and header, or to its last byte. Reads several at a
+    time.
 
     `noted`: believe the headers that a server has noted, for reports that change nothing.
     """
     used = disk or Disk()
-    headers = _noted(files, used) if noted else {}
+    headers = _noted(files) if noted else {}
     yield from (Judged(file, _place(headers[file])) for file in files if file in headers)
     readers = ThreadPoolExecutor(READERS)
     try:
@@ -71,26 +82,41 @@ def judge(files: Sequence[File], with_data: bool = False, noted: bool = False, d
 
 
 def judge_all(
-    root: Path, with_data: bool = False, noted: bool = False, namespaces: Collection[str] | None = None
+    root: Path,
+    with_data: bool = False,
+    noted: bool = False,
+    namespaces: Collection[str] | None = None,
 ) -> tuple[Listing, list[Judged], list[Judged]]:
-    """judge() for a store's records (of these namespaces): the listing, its records, and those that were written since.
+    """judge() for a store's records (of these namespaces): the listing, its records, and those that
+    were written since.
 
-    A server may write parents after their folder was listed: only a second look proves that there are none.
+    A server may write parents after their folder was listed: only a second look proves that there
+    are none.
     """
     listing = Listing(root)
     files = [file for file in listing.records if namespaces is None or file.namespace in namespaces]
-    judged = list(progress(judge(files, with_data, noted), len(files), "checksums" if with_data else "headers"))
+    judged = list(
+        progress(
+            judge(files, with_data, noted), len(files), "checksums" if with_data else "headers"
+        )
+    )
     seen, now = {file.name for file in files}, Listing(root).records
-    later = [file for file in now if file.name not in seen and (namespaces is None or file.namespace in namespaces)]
+    later = [
+        file
+        for file in now
+        if file.name not in seen and (namespaces is None or file.namespace in namespaces)
+    ]
     return listing, judged, list(judge(later))
 
 
-def _noted(files: Sequence[File], disk: Disk) -> dict[File, Record]:
+def _noted(files: Sequence[File]) -> dict[File, Record]:
     found: dict[File, Record] = {}
     for (root, namespace), group in groupby(files, lambda file: (file.root, file.namespace)):
         own = {file.name: file for file in group}
         stamps = {file.name: file.stamp for file in own.values() if file.stamp is not None}
-        found |= {own[name]: record for name, record in Headers(disk, root, namespace).load(stamps).items()}
+        found |= {
+            own[name]: record for name, record in Headers(root, namespace).load(stamps).items()
+        }
     return found
 
 
@@ -102,23 +128,7 @@ def _judge(disk: Disk, file: File, with_data: bool) -> Judged:
 
 
 def _place(record: Record) -> RecordPlace:
-    return RecordPlace(record.kind, record.hash, record.parent, record.start, record.start + len(record.tokens))
-
-
-def orphans(found: Iterable[Judged]) -> list[File]:
-    """The good records of one namespace that no chain of parents leads to from a beginning: a restart would not find them."""
-    good = [(judged.file, judged.header) for judged in found if judged.header is not None]
-    children: dict[bytes, list[RecordPlace]] = {}
-    for _, header in good:
-        children.setdefault(header.parent, []).append(header)
-    reached = [header for _, header in good if header.start == 0]
-    reachable = set(reached)
-    for parent in reached:
-        if parent.kind == BLOCK and parent.end - parent.start == BLOCK_TOKENS:
-            nearer = [h for h in children.get(parent.hash, []) if h.start == parent.end and h not in reachable]
-            reached += nearer
-            reachable.update(nearer)
-    return [file for file, header in good if header not in reachable]
+    return RecordPlace(record.kind, record.hash, record.parent, record.start, encode(record.tokens))
 
 
 def set_aside(root: Path, path: Path, problem: str) -> None:
@@ -127,7 +137,10 @@ def set_aside(root: Path, path: Path, problem: str) -> None:
 
 
 def remove(files: Iterable[File], disk: Disk | None = None) -> list[File]:
-    """Unlink regular files with names that the store gives. Returns those that are gone by it. Raises OSError."""
+    """Unlink regular files with names that the store gives.
+
+    Returns those that are gone by it. Raises OSError.
+    """
     gone = []
     for file in files:
         with suppress(FileNotFoundError):
@@ -138,7 +151,10 @@ def remove(files: Iterable[File], disk: Disk | None = None) -> list[File]:
 
 
 def remove_empty(folders: Iterable[Path]) -> list[Path]:
-    """Remove the folders of the store that hold nothing, inner ones first. Returns those that are gone by it."""
+    """Remove the folders of the store that hold nothing, inner ones first.
+
+    Returns those that are gone by it.
+    """
     gone = []
     for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
         with suppress(OSError):

@@ -1,11 +1,12 @@
-"""The identity of a model's weights, adapter and config, by their content, and the digests of files that it is made of.
+"""The identity of a model's weights, adapter and config, by their content, and the digests of files
+that it is made of.
 
-Two copies of a model in different folders have the same identity; a fine-tune of the same shape has another.
+Two copies of a model in different folders have the same identity; a fine-tune of the same shape has
+another.
 
-    weights.json        in the store's folder: device, inode, size, both times and digest of each file, the last one at the end
-
-That file is a hint: a missing or damaged one costs the time to hash again, and only a process that can write to the folder can
-make it lie. Knows files; no arrays. Any thread may call anything here.
+The store's database remembers the digests of files by device, inode, size and both times. That is a
+hint: without it files are hashed again, and only a process that can write to the folder can make it
+lie. Knows files; no arrays. Any thread may call anything here.
 """
 
 from __future__ import annotations
@@ -16,32 +17,30 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..claims import WEIGHTS, open_regular, read_header
-from ..errors import BadRecordError, StoreError
-from .fs import Disk, write_whole
-from .paths import WEIGHTS_FILE
+from ..config import StoreConfig
+from ..errors import StoreError
+from ..model_files.check import WEIGHTS, open_regular, read_header
+from .db import Database, keep_last
 
 log = logging.getLogger(__name__)
 
-FORMAT = "mlx-blockpool weights 1"
 MOST_FILES = 4096
-MAX_BYTES = 2 << 20
-# A file that was changed so lately may change again without a later time: its digest is not remembered.
+# A file that was changed so lately may change again without a later time: its digest is not
+# remembered.
 SETTLED_SECONDS = 2.0
 # A reader that is to stop looks after each piece of this many bytes.
 PIECE_BYTES = 4 << 20
-THREADS = 2
 AGAIN = "Load the model again once its files are whole."
 
 # Of each tensor that sample() reads.
 SAMPLE_BYTES = 256
-_DIGEST_BYTES = hashlib.sha256().digest_size
-# Keys of a config that change no key or value: names, versions, and those that only generation or the tokenizer reads.
+# Keys of a config that change no key or value: names, versions, and those that only generation or
+# the tokenizer reads.
 INSTANCE_KEYS = {
     "_name_or_path",
     "architectures",
@@ -54,11 +53,13 @@ INSTANCE_KEYS = {
 ADAPTER_FILES = "adapters.safetensors"
 
 
-# -- digests --------------------------------------------------------------------------------------------------------------
+# -- digests ---------------------------------------------------------------------------------------
 
 
 class FileStamp(NamedTuple):
-    """The same as long as nothing changes the file: any write and any change of its times sets `changed_ns`."""
+    """The same as long as nothing changes the file: any write and any change of its times sets
+    `changed_ns`.
+    """
 
     device: int
     inode: int
@@ -68,12 +69,14 @@ class FileStamp(NamedTuple):
 
 
 class Digests:
-    """Digests of files, remembered in the folder `root`; None: nowhere. `read_bytes` of files were read so far."""
+    """Digests of files, remembered in the folder `root`, or in memory for None.
 
-    def __init__(self, root: Path | None, disk: Disk | None = None) -> None:
+    `read_bytes` of files were read so far.
+    """
+
+    def __init__(self, root: Path | None) -> None:
         self.read_bytes = 0
-        self._path = None if root is None else root / WEIGHTS_FILE
-        self._disk = disk or Disk()
+        self._database = Database(root)
         self._stopped = threading.Event()
         self._counting = threading.Lock()
 
@@ -84,10 +87,11 @@ class Digests:
     def of(self, paths: Sequence[Path], check: Callable[[Path], None]) -> list[bytes]:
         """The SHA-256 of each file; check() raises what is wrong with one that has to be read.
 
-        Raises StoreError for a file that changes meanwhile, and after stop(); ValueError for one that is not regular; OSError;
-        and the errors of check().
+        Raises StoreError for a file that changes meanwhile, and after stop(); ValueError for one
+        that is not regular; OSError; and the errors of check().
         """
-        remembered, stamps = self._load(), {path: stamp_of(os.stat(path)) for path in paths}
+        stamps = {path: stamp_of(os.stat(path)) for path in paths}
+        remembered = self._load(stamps.values())
         unknown = [path for path in paths if stamps[path] not in remembered]
         for path in unknown:
             check(path)
@@ -104,116 +108,118 @@ class Digests:
         size, seconds = sum(stamp.size for stamp in found), time.time() - start
         log.info("hashed %.2f GB of weights in %.1f s (%s)", size / 1e9, seconds, paths[0].parent)
         settled = int((start - SETTLED_SECONDS) * 1e9)
-        self._remember({stamp: digest for stamp, digest in found.items() if stamp.changed_ns < settled})
+        self._remember(
+            {stamp: digest for stamp, digest in found.items() if stamp.changed_ns < settled}
+        )
         return found
 
-    # -- hashing -------------------------------------------------------------------------------------------------------
+    # -- hashing -----------------------------------------------------------------------------------
 
     def _hash_all(self, paths: list[Path]) -> dict[FileStamp, bytes]:
-        """The largest files first, on threads that do not keep the process from ending."""
-        queue = iter(sorted(paths, key=lambda path: -path.stat().st_size))
+        """The largest files first, on several daemon threads: a disk that hangs does not keep
+        the process from ending.
+        """
+        # Each thread takes the next file of this iterator.
+        waiting = iter(sorted(paths, key=lambda path: -path.stat().st_size))
         found: dict[FileStamp, bytes] = {}
-        errors: list[BaseException] = []
+        errors: list[Exception] = []
 
         def work() -> None:
-            while not errors and (path := self._next(queue)) is not None:
-                try:
-                    stamp, digest = self._hash(path)
-                    found[stamp] = digest
-                except BaseException as error:
-                    # The top of a thread: the thread that waits raises it.
-                    errors.append(error)
+            try:
+                for path in waiting:
+                    if not errors:
+                        stamp, digest = self._hash(path)
+                        found[stamp] = digest
+            except Exception as error:
+                # The top of a thread: the thread that waits raises it.
+                errors.append(error)
 
-        threads = [threading.Thread(target=work, name="hash", daemon=True) for _ in paths[:THREADS]]
-        for thread in threads:
-            thread.start()
+        threads = [
+            threading.Thread(target=work, name="hash", daemon=True)
+            for _ in paths[: StoreConfig.hash_threads]
+        ]
         try:
             for thread in threads:
+                thread.start()
+            for thread in threads:
                 thread.join()
-        except BaseException:
+        except KeyboardInterrupt:
             self.stop()
             raise
         if errors:
             raise errors[0]
         return found
 
-    def _next(self, queue: Iterator[Path]) -> Path | None:
-        with self._counting:
-            return next(queue, None)
-
     def _hash(self, path: Path) -> tuple[FileStamp, bytes]:
         """The digest of a file, and the stamp that it has before and after."""
         with open_regular(path) as file:
             before = stamp_of(os.fstat(file.fileno()))
-            digest, piece = hashlib.sha256(), memoryview(bytearray(min(PIECE_BYTES, before.size) or 1))
+            digest, piece = (
+                hashlib.sha256(),
+                memoryview(bytearray(min(PIECE_BYTES, before.size) or 1)),
+            )
             while size := file.readinto(piece):
+                if self._stopped.is_set():
+                    raise StoreError(f"Hashing {path.name} was stopped before its end.")
                 digest.update(piece[:size])
                 with self._counting:
                     self.read_bytes += size
-                if self._stopped.is_set():
-                    raise StoreError(f"Hashing {path.name} was stopped before its end.")
             if stamp_of(os.fstat(file.fileno())) != before:
                 raise StoreError(f"{path.name} changed while it was read. {AGAIN}")
         return before, digest.digest()
 
-    # -- remembering ---------------------------------------------------------------------------------------------------
+    # -- remembering -------------------------------------------------------------------------------
 
-    def _load(self) -> dict[FileStamp, bytes]:
-        """The remembered digests; none if the file is not as _remember() writes it."""
-        if self._path is None:
-            return {}
+    def _load(self, stamps: Iterable[FileStamp]) -> dict[FileStamp, bytes]:
+        """The remembered digests of files with these stamps."""
+        found = {}
         try:
-            data = self._disk.read(self._path, 0, MAX_BYTES + 1)
-            return _decode(data) if len(data) <= MAX_BYTES else {}
-        except (OSError, BadRecordError, ValueError, KeyError, TypeError, RecursionError):
-            return {}
+            for stamp in stamps:
+                for (digest,) in self._database.rows(
+                    "SELECT digest FROM weights WHERE stamp = ? AND length(digest) = 32",
+                    _text(stamp),
+                ):
+                    found[stamp] = digest
+        except OSError as error:
+            log.info("prompt store: remembered digests of weights cannot be read: %s", error)
+        return found
 
     def _remember(self, new: dict[FileStamp, bytes]) -> None:
-        """Add to the digests that others have written since. A disk that fails costs the time to hash again."""
-        if self._path is None or not new:
+        """A disk that fails costs the time to hash again."""
+        if not new:
             return
-        kept = {stamp: digest for stamp, digest in self._load().items() if stamp not in new} | new
+        rows = [(_text(stamp), digest) for stamp, digest in new.items()]
         try:
-            self._disk.make_directory(self._path.parent)
-            write_whole(self._disk, self._path, [_encode(list(kept.items())[-MOST_FILES:])])
+            with self._database.transaction() as connection:
+                connection.executemany("INSERT OR REPLACE INTO weights VALUES (?, ?)", rows)
+                keep_last(connection, "weights", MOST_FILES)
         except OSError as error:
             log.info("prompt store: digests of weights are not remembered: %s", error)
 
 
 def stamp_of(found: os.stat_result) -> FileStamp:
-    return FileStamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return FileStamp(
+        found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    )
 
 
-def _encode(entries: Sequence[tuple[FileStamp, bytes]]) -> bytes:
-    files = [[*stamp, digest.hex()] for stamp, digest in entries]
-    return json.dumps({"format": FORMAT, "files": files}).encode("ascii")
+def _text(stamp: FileStamp) -> str:
+    # An inode may have more bits than SQLite's integers.
+    return " ".join(map(str, stamp))
 
 
-def _decode(data: bytes) -> dict[FileStamp, bytes]:
-    """Raises ValueError, KeyError, TypeError or RecursionError for bytes that _encode() did not make."""
-    found = json.loads(data.decode("ascii"))
-    if found["format"] != FORMAT or len(found["files"]) > MOST_FILES:
-        raise ValueError("another format")
-    digests = {}
-    for *numbers, text in found["files"]:
-        stamp, digest = FileStamp(*numbers), bytes.fromhex(text)
-        if not all(type(number) is int for number in numbers) or len(digest) != _DIGEST_BYTES:
-            raise ValueError("no digest of a file")
-        digests[stamp] = digest
-    return digests
-
-
-# -- identity -------------------------------------------------------------------------------------------------------------
+# -- identity --------------------------------------------------------------------------------------
 
 # The stamps of files, by their paths.
 Stamps: TypeAlias = dict[Path, FileStamp]
 
 
 def identity(model: Path, adapter: Path | None = None, digests: Digests | None = None) -> str:
-    """A name of the weights in a model folder and an adapter folder: of every byte of their files, and of config.json.
+    """A name of the weights in a model folder and an adapter folder: of every byte of their files,
+    and of config.json.
 
-    Reads all files but those with remembered digests. Raises StoreError for a folder without weights or with files that cannot be
-    read, and once `digests` are stopped.
+    Reads all files but those with remembered digests. Raises StoreError for a folder without
+    weights or with files that cannot be read, and once `digests` are stopped.
     """
     digests = digests or Digests(None)
     name = hashlib.blake2b(digest_size=32)
@@ -226,7 +232,10 @@ def identity(model: Path, adapter: Path | None = None, digests: Digests | None =
 
 
 def check_weights(model: Path, adapter: Path | None = None) -> None:
-    """Check configs and headers alone: some kilobytes a file. Raises StoreError as identity() does."""
+    """Check configs and headers alone: some kilobytes a file.
+
+    Raises StoreError as identity() does.
+    """
     for _, folder, files in _files(model, adapter):
         with _named(folder):
             _config(folder)
@@ -235,16 +244,20 @@ def check_weights(model: Path, adapter: Path | None = None) -> None:
 
 
 def sample(model: Path) -> bytes:
-    """A digest of where each tensor of the weights is and how it begins: the same for one model on all machines.
+    """A digest of where each tensor of the weights is and how it begins: the same for one model on
+    all machines.
 
-    Reads a thousandth of the files or less. Raises OSError, ValueError, KeyError, TypeError or RecursionError for other files.
+    Reads a thousandth of the files or less. Raises OSError, ValueError, KeyError, TypeError or
+    RecursionError for other files.
     """
     found = hashlib.blake2b()
     for path in sorted(model.glob(WEIGHTS)):
         header = read_header(path)
         found.update(f"{path.name} {json.dumps(header.tensors, sort_keys=True)}".encode())
         with open_regular(path) as file:
-            for begin in sorted(header.start + about["data_offsets"][0] for about in header.tensors.values()):
+            for begin in sorted(
+                header.start + about["data_offsets"][0] for about in header.tensors.values()
+            ):
                 file.seek(begin)
                 found.update(file.read(SAMPLE_BYTES))
     return found.digest()
@@ -263,11 +276,15 @@ def check_unchanged(model: Path, adapter: Path | None, stamps: Stamps) -> None:
     except OSError:
         now = {}
     if now != stamps:
-        raise StoreError(f"The weights in {model} changed after they were loaded. Load the model again.")
+        raise StoreError(
+            f"The weights in {model} changed after they were loaded. Load the model again."
+        )
 
 
 def namespace(weights: str, *parts: str) -> str:
-    """The name under which records of these weights are kept; `parts` say how keys and values look (spec, dtype, bits)."""
+    """The name under which records of these weights are kept; `parts` say how keys and values
+    look (spec, dtype, bits).
+    """
     return hashlib.blake2b("\n".join((weights, *parts)).encode(), digest_size=16).hexdigest()
 
 
@@ -277,18 +294,25 @@ def _config(folder: Path) -> bytes:
     for name in ("config.json", "adapter_config.json"):
         path = folder / name
         if path.exists():
-            config[name] = {k: v for k, v in json.loads(path.read_text()).items() if k not in INSTANCE_KEYS}
+            config[name] = {
+                k: v for k, v in json.loads(path.read_text()).items() if k not in INSTANCE_KEYS
+            }
     return json.dumps(config, sort_keys=True).encode()
 
 
 def _files(model: Path, adapter: Path | None) -> Iterator[tuple[str, Path, list[Path]]]:
-    """The files that mlx-lm loads of each folder; a training leaves others beside them. Raises StoreError if there are none."""
+    """The files that mlx-lm loads of each folder; a training leaves others next to them.
+
+    Raises StoreError if there are none.
+    """
     for pattern, folder in ((WEIGHTS, model), (ADAPTER_FILES, adapter)):
         if folder is None:
             continue
         files = sorted(folder.glob(pattern))
         if not files:
-            raise StoreError(f"{folder} has no {pattern}, and keys and values of unknown weights are not stored.")
+            raise StoreError(
+                f"{folder} has no {pattern}, and keys and values of unknown weights are not stored."
+            )
         yield pattern, folder, files
 
 
@@ -300,14 +324,20 @@ def _named(folder: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"{type(error).__name__} ({error})"
         raise StoreError(
-            f"{folder} is not a model that mlx-lm loads: {found} in its config.json or safetensors files."
+            f"{folder} is not a model that mlx-lm loads: {found} in its config.json or "
+            "safetensors files."
         ) from error
 
 
 def _check_tensors(path: Path) -> None:
-    """Raises StoreError for a file without a safetensors header, or with fewer bytes than its tensors take."""
+    """Raises StoreError for a file without a safetensors header, or with fewer bytes than its
+    tensors take.
+    """
     header = read_header(path)
     for name, tensor in header.tensors.items():
         _, end = tensor["data_offsets"]
         if header.start + end > header.size:
-            raise StoreError(f"{path.name} is cut off: {name} would end at byte {header.start + end} of {header.size}.")
+            raise StoreError(
+                f"{path.name} is cut off: {name} would end at byte {header.start + end} of "
+                f"{header.size}."
+            )

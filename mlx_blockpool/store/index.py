@@ -1,26 +1,27 @@
-"""Index: the record files, in the order of use, and which of them make room. Knows names and sizes, no disk.
+"""Index: the record files, in the order of use, and which of them go first. Knows names and sizes,
+no disk.
 
-A name is the path of a file below the store's folder. The files are the only truth; the index is rebuilt from them at start.
-Owned by the generation thread.
+A name is the path of a file below the store's folder. The files are the only truth; the index is
+rebuilt from them at start. Owned by the generation thread.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 
 
 class Index:
-    """Sizes in bytes, in the order of use. Their sum `nbytes` may be `limit`, less the `aside` of files in quarantine.
+    """Sizes in bytes, in the order of use. Their sum `nbytes` may be `limit`, less the `aside` of
+    files in quarantine.
 
-    `own_bytes` of it belong to files whose names begin with `own`, and may be `own_limit`. Files that are `pinned`, or `kept`
-    for a time, are never victims.
+    `own_bytes` of it belong to files whose names begin with `own`. Files that are `pinned`, or
+    `kept` for a time, are never victims.
     """
 
-    def __init__(self, limit: int, own: str = "", own_limit: int | None = None) -> None:
+    def __init__(self, limit: int, own: str = "") -> None:
         self.limit = limit
         self.own = own
-        self.own_limit = own_limit
         self.nbytes = self.own_bytes = self.aside = 0
         self.pinned: Collection[str] = frozenset()
         self.kept: Collection[str] = frozenset()
@@ -67,10 +68,15 @@ class Index:
         """Let these files, the most needed first, take each other's places in the order of use."""
         given = [name for name in names if name in self._sizes]
         ordered, found = set(given), reversed(given)
-        self._sizes = OrderedDict((n, self._sizes[n]) for n in (next(found) if n in ordered else n for n in list(self._sizes)))
+        self._sizes = OrderedDict(
+            (n, self._sizes[n])
+            for n in (next(found) if n in ordered else n for n in list(self._sizes))
+        )
 
     def touch(self, names: Iterable[str]) -> None:
-        """Used now, the first of them last: a path is given from its beginning, which outlives its end."""
+        """Used now, the first of them last: a path is given from its beginning, which outlives
+        its end.
+        """
         for name in reversed(list(names)):
             if name in self._sizes:
                 self._sizes.move_to_end(name)
@@ -87,21 +93,23 @@ class Index:
         return bool(self._touched)
 
     def take_touched(self) -> list[str]:
-        """The files touched since the last call that are still in the index, the least recently used first."""
+        """The files touched since the last call that are still in the index, the least recently
+        used first.
+        """
         touched, self._touched = self._touched, {}
         return [name for name in touched if name in self._sizes]
 
-    def room_for(self, size: int, spared: Collection[str] = ()) -> list[str] | None:
-        """The least recently used victims for `size` bytes more of our own; None if there are not enough beside `spared`."""
-        found = self._over(size, spared)
+    def room_for(self, size: int, spared: Container[str] = ()) -> list[str] | None:
+        """The least recently used victims for `size` bytes more; None if there are not enough
+        apart from `spared`.
+        """
+        found = self._oldest(self.nbytes + size - self._limit, spared)
         gone = sum(self._sizes[name] for name in found)
-        own = sum(self._sizes[name] for name in found if name.startswith(self.own))
-        fits = self.nbytes + size - gone <= self._limit and self.own_bytes + size - own <= self._own_limit
-        return found if fits else None
+        return found if self.nbytes + size - gone <= self._limit else None
 
     def surplus(self) -> list[str]:
-        """The victims that bring the index back under its limits, or all that there are."""
-        return self._over(0, ())
+        """The victims that bring the index back under its limit, or all that there are."""
+        return self._oldest(self.nbytes - self._limit, ())
 
     def report(self) -> dict[str, int]:
         """Figures; sizes in bytes."""
@@ -111,7 +119,6 @@ class Index:
             "quarantine_bytes": self.aside,
             "store_bytes": self.limit,
             "model_bytes": self.own_bytes,
-            "store_model_bytes": self._own_limit,
             "pinned_bytes": self.pinned_bytes,
         }
 
@@ -119,22 +126,12 @@ class Index:
     def _limit(self) -> int:
         return max(0, self.limit - self.aside)
 
-    @property
-    def _own_limit(self) -> int:
-        return self._limit if self.own_limit is None else min(self._limit, self.own_limit)
-
-    def _over(self, size: int, spared: Collection[str]) -> list[str]:
-        """The victims for `size` bytes more: first for our own limit, then for the limit of all."""
-        found = self._oldest(self.own_bytes + size - self._own_limit, spared, self.own)
-        gone = sum(self._sizes[name] for name in found)
-        return found + self._oldest(self.nbytes + size - self._limit - gone, {*spared, *found})
-
-    def _oldest(self, n_bytes: int, spared: Collection[str], own: str = "") -> list[str]:
+    def _oldest(self, n_bytes: int, spared: Container[str]) -> list[str]:
         found: list[str] = []
         for name, size in self._sizes.items():
             if n_bytes <= 0:
                 break
-            if name.startswith(own) and name not in spared and name not in self.pinned and name not in self.kept:
+            if name not in spared and name not in self.pinned and name not in self.kept:
                 found.append(name)
                 n_bytes -= size
         return found

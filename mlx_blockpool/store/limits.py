@@ -1,4 +1,5 @@
-"""When the store may write, and when it scans its folder again. Knows sizes and the time; no records.
+"""When the store may write, and when it scans its folder again. Knows sizes and the time; no
+records.
 
 Owned by the generation thread.
 """
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..config import StoreConfig
+from .problems import StoreProblems
 from .record import Key
 from .scan import FolderChanges
 
@@ -18,14 +20,16 @@ log = logging.getLogger(__name__)
 
 DAY_SECONDS = 86400
 OVER_BUDGET = "over budget"
+# A use of the folder, as StoreProblems names it.
+RECORDS = "records"
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class WriteDecision:
     """Says whether the store takes a record. If it does and `is_new`, write() has to follow.
 
-    refusal:  why it does not; None: it does.
-    dropped:  the keys of the records of the same model that have made room.
+    refusal:  why it does not, or None.
+    dropped:  the keys of the records of the same model that were removed for it.
     """
 
     refusal: str | None = None
@@ -34,32 +38,48 @@ class Acceptance:
 
 
 class WriteLimits:
-    """`failure`: why the disk is left alone at present. `is_away`: the folder could not be read yet, and is not written before.
+    """`is_away`: the folder could not be read yet, and is not written before.
 
     `refused`: bytes of the write that was refused last, until it would be accepted.
     """
 
-    def __init__(self, config: StoreConfig) -> None:
-        self.failure: OSError | None = None
+    def __init__(self, config: StoreConfig, problems: StoreProblems | None = None) -> None:
         self.is_away = False
+        self._problems = StoreProblems() if problems is None else problems
         self._config = config
         self._retry_at = 0.0
         self._day = (0, 0)
         self.refused: int | None = None
         self._has_warned = False
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why the disk is left alone at present."""
+        return self._problems.error_of(RECORDS)
+
     def refusal(self, size: int, queue_takes: bool) -> str | None:
-        """Why `size` bytes cannot be written now, or None. `queue_takes`: whether the writer's queue has room for them."""
+        """Why `size` bytes cannot be written now, or None.
+
+        `queue_takes`: whether the writer's queue takes them.
+        """
         found = self._refusal(size, queue_takes)
         self.refused = size if found is not None else None
         return found
 
     def over_budget(self, pinned: int) -> str:
-        """The refusal if dropping records makes too little room. If `pinned` bytes are the reason, a warning says so once."""
+        """The refusal if dropping records frees too little.
+
+        If `pinned` bytes are the reason, a warning says so once.
+        """
         if pinned and not self._has_warned:
             self._has_warned = True
-            budget = self._config.own_bytes
-            log.warning("prompt store: pinned records take %d of %d bytes; no more fits. Raise --store-bytes.", pinned, budget)
+            budget = self._config.store_bytes
+            log.warning(
+                "prompt store: pinned records take %d of %d bytes; no more fits. Raise "
+                "--store-bytes.",
+                pinned,
+                budget,
+            )
         return OVER_BUDGET
 
     def still(self, queue_takes: bool) -> str | None:
@@ -74,11 +94,15 @@ class WriteLimits:
 
     def suspend(self, error: OSError) -> None:
         """Stop writing for `retry_seconds` after the disk failed."""
-        if self.failure is None:
-            log.warning("prompt store: %s; nothing is written for %s seconds", error, self._config.retry_seconds)
-        self.failure = error
+        self._problems.report_failure(
+            RECORDS, error, f"nothing is written for {self._config.retry_seconds:g} seconds"
+        )
         self.refused = self.refused or 0
         self.wait()
+
+    def resume(self) -> None:
+        """Write again: the disk has taken a record."""
+        self._problems.report_success(RECORDS)
 
     def wait(self) -> None:
         """Write nothing for `retry_seconds`."""
@@ -113,8 +137,8 @@ class WriteLimits:
 class FolderWatcher:
     """Decides when the folder is scanned again, and which results of a scan are out of date.
 
-    A scan is due once `look_bytes` were passed to the writer since the last one, or `seconds` after anything was written or used.
-    While one is under way, at most `look_bytes` are passed on.
+    A scan is due once `look_bytes` were passed to the writer since the last one, or `seconds` after
+    anything was written or used. While one is under way, at most `look_bytes` are passed on.
     """
 
     def __init__(self, look_bytes: int, seconds: float) -> None:
@@ -134,10 +158,15 @@ class FolderWatcher:
         return not self.is_looking or not self._passed or self._passed + size <= self.look_bytes
 
     def is_due(self, has_used: bool, at_once: bool) -> bool:
-        """Return whether to scan now. `has_used`: files were used here since; `at_once`: the folder was never read yet."""
+        """Return whether to scan now.
+
+        `has_used`: files were used here since; `at_once`: the folder was never read yet.
+        """
         waited = time.monotonic() - self._begun_at >= self.seconds
         wrote = 0 < self._passed >= self.look_bytes
-        return not self.is_looking and (at_once or wrote or (waited and (has_used or self._passed > 0)))
+        return not self.is_looking and (
+            at_once or wrote or (waited and (has_used or self._passed > 0))
+        )
 
     def begin(self) -> None:
         """Count again for a scan that begins now."""
@@ -147,4 +176,6 @@ class FolderWatcher:
     def current(self, changes: FolderChanges) -> FolderChanges:
         """The changes, without files that were passed to the writer after the scan began."""
         found = [found for found in changes.found if found.name not in self.names]
-        return replace(changes, found=found, gone=[name for name in changes.gone if name not in self.names])
+        return replace(
+            changes, found=found, gone=[name for name in changes.gone if name not in self.names]
+        )

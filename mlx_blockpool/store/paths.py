@@ -1,34 +1,29 @@
-"""The path of each file below the store's folder. Knows names of files, and model.json; nothing of records.
+"""The path of each file below the store's folder. Knows names of files, and model.json; nothing of
+records.
 
 models/<namespace>/model.json                     for people to read
-models/<namespace>/headers                        as in headers.py
 models/<namespace>/<folder of the kind>/ab/<hash>.safetensors
-agents/, quarantine/                              as in agent_files.py and quarantine.py
-export.key                                        signs exported files, see signing.py
-weights.json                                      as in identity.py
-measurements.json                                 as in measurements.py
+quarantine/                                       as in quarantine.py
+store.db                                          as in db.py
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from platformdirs import user_cache_path
 
-from ..errors import BadRecordError
-from .fs import Disk, write_whole
+from ..errors import BadRecordError, StoreError
+from .fs import TEMPORARY, Disk, write_whole
 from .record import BLOCK, STATE, SUFFIX, WINDOW, Key
 
 MODEL_FILE = "model.json"
-HEADERS_FILE = "headers"
-OF_A_MODEL = (MODEL_FILE, HEADERS_FILE)
-KEY_FILE = "export.key"
-WEIGHTS_FILE = "weights.json"
-MEASUREMENTS_FILE = "measurements.json"
-OF_THE_STORE = (KEY_FILE, WEIGHTS_FILE, MEASUREMENTS_FILE)
 MAX_MODEL_FILE_BYTES = 1 << 20
 # Younger temporary files may be live writes of another process.
 LEFTOVER_SECONDS = 3600.0
@@ -37,8 +32,31 @@ KINDS = {folder: kind for kind, folder in FOLDERS.items()}
 
 
 def default_folder() -> Path:
-    """The user's cache folder: in $XDG_CACHE_HOME if that is an absolute path, else ~/Library/Caches (macOS) or ~/.cache."""
+    """The user's cache folder: in $XDG_CACHE_HOME if that is an absolute path, else
+    ~/Library/Caches (macOS) or ~/.cache.
+    """
     return user_cache_path("mlx-blockpool", appauthor=False)
+
+
+def check_usable(root: Path) -> None:
+    """Raises StoreError if the store's folder cannot be made or no files can be made in it. A full
+    disk is accepted.
+
+    Makes nothing that stays.
+    """
+    for folder in (root, root / "models"):
+        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        try:
+            fd, name = tempfile.mkstemp(prefix=TEMPORARY, dir=existing)
+            os.close(fd)
+            os.unlink(name)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                why = f"no file can be made in {existing} ({error.strerror})"
+                advice = (
+                    "Give another folder with --store-dir DIR, or serve without a store: --no-store"
+                )
+                raise StoreError(f"The store cannot use {root}: {why}. {advice}.") from error
 
 
 def folder_of(namespace: str) -> str:
@@ -81,7 +99,7 @@ def describe(disk: Disk, root: Path, namespace: str, about: dict[str, Any]) -> N
 
 
 def described(disk: Disk, root: Path, namespace: str) -> dict[str, Any] | None:
-    """The `about` that describe() wrote; None: nothing that can be read."""
+    """The `about` that describe() wrote; None if nothing can be read."""
     try:
         text = disk.read(root / folder_of(namespace) / MODEL_FILE, 0, MAX_MODEL_FILE_BYTES + 1)
         found = json.loads(text.decode("utf-8")) if len(text) <= MAX_MODEL_FILE_BYTES else None

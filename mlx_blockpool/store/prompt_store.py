@@ -1,40 +1,48 @@
 """PromptStore: the records of one model on disk, under one budget for the whole folder.
 
-Knows records and files; no trie, no arrays. Used by the generation thread alone; a thread of its own writes, others read.
-The files are the only truth: the store learns them from their headers at start, and scans later for changes of other processes.
+Knows records and files; no trie, no arrays. Used by the generation thread alone; other threads
+write and read. The files are the only truth: the store learns them from their headers at start, and
+scans later for changes of other processes.
 """
 
 from __future__ import annotations
 
-import errno
+import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..config import StoreConfig
 from .fs import Buffer, Disk, Into
 from .headers import Headers
 from .index import Index
-from .limits import Acceptance, FolderWatcher, WriteLimits
-from .paths import default_folder, folder_of, keys_in, name_of
+from .limits import FolderWatcher, WriteDecision, WriteLimits
+from .paths import default_folder, folder_of, key_of, keys_in, name_of
+from .problems import StoreProblems
 from .quarantine import Quarantine
 from .reader import Reader, RecordData
 from .record import Expected, Key, Record, file_size
 from .scan import Folder, FolderChanges, FolderScanner, RecordChanges
-from .writer import JobResult, NoteJob, ScanJob, WriteJob, Writer
+from .writer import JobResult, ScanJob, WriteJob, Writer
+
+log = logging.getLogger(__name__)
 
 
 class PromptStore:
-    """Records under `namespace`. `about` is written beside them for people to read.
+    """Records under `namespace`. `about` is written next to them for people to read.
 
-    `trie_name` is what the hashes of its prefixes begin with: the namespace, or a name that the ranks of a group have in common.
-    Several processes may use one folder. Each scans it after look_bytes of its own, and writes no more than that, or one record,
-    during the scan: for each process beside the first they exceed the budget by at most twice that and a record.
+    `trie_name` is what the hashes of its prefixes begin with: the namespace, or a name that the
+    ranks of a group have in common. Several processes may use one folder. Each scans it after it
+    has written look_bytes, and writes no more than that, or one record, during the scan: each
+    process after the first exceeds the budget by at most twice that and a record.
 
-    `counts`: written, written_bytes, failed, faults (not the disk's), read, read_bytes, dropped, quarantined, looks, and refused
-    records by the reason.
+    `problems`: what fails in the folder at present, for other users of the folder too.
+    `counts`: written, written_bytes, failed, faults (not the disk's), read, read_bytes, dropped,
+    quarantined, looks, and refused records by the reason.
     """
 
     def __init__(
@@ -50,29 +58,37 @@ class PromptStore:
         self.trie_name = trie_name or namespace
         self.root = config.folder or default_folder()
         self.counts: Counter[str] = Counter()
-        self._index = Index(config.store_bytes, f"{folder_of(namespace)}/", config.model_bytes)
+        self._index = Index(config.store_bytes, f"{folder_of(namespace)}/")
         self._pinned: Collection[Key] = ()
-        # Records that could not be read, and when to try again: they are written again if they are made again.
+        # Records that could not be read, and when to try again: they are written again if they are
+        # made again.
         self._unread: dict[Key, float] = {}
         self._changes = RecordChanges([], [])
         # The last job of each name whose result has not come yet.
         self._jobs: dict[str, WriteJob] = {}
-        disk, look_bytes = disk or Disk(), config.store_bytes // 32 if config.look_bytes is None else config.look_bytes
-        self._quarantine = Quarantine(disk, self.root, config.quarantine_bytes)
+        disk, look_bytes = (
+            disk or Disk(),
+            config.store_bytes // 32 if config.look_bytes is None else config.look_bytes,
+        )
+        self._quarantine = Quarantine(
+            disk, self.root, config.quarantine_bytes, config.quarantine_files
+        )
         self._reader = Reader(disk, self.root, self.counts, self._quarantine)
-        folder, headers = Folder(disk, self.root), Headers(disk, self.root, namespace)
+        folder, headers = Folder(disk, self.root), Headers(self.root, namespace)
         self._scanner = FolderScanner(folder, self._reader, headers, namespace, about)
         self._watcher = FolderWatcher(look_bytes, config.look_seconds)
         self._writer = Writer(folder, headers, config.queue_bytes, config.min_free_bytes)
-        self._limits = WriteLimits(config)
+        self.problems = StoreProblems(config.log_seconds)
+        self._limits = WriteLimits(config, self.problems)
 
-    # -- at start ------------------------------------------------------------------------------------------------------
+    # -- at start ----------------------------------------------------------------------------------
 
     def open(self) -> list[Record]:
-        """Read the headers of all records of this model, and make its folder. Those of others count for the budget only.
+        """Read the headers of all records of this model, and make its folder. Those of others count
+        for the budget only.
 
-        Bad files go into quarantine. If the folder cannot be read, the store has no records until a later scan can, whose
-        result take_changes() returns.
+        Bad files go into quarantine. If the folder cannot be read, the store has no records until a
+        later scan can, whose result take_changes() returns.
         """
         try:
             changes = self._scanner.first()
@@ -87,11 +103,15 @@ class PromptStore:
         except OSError as error:
             if _is_of_the_disk(error):
                 self._limits.suspend(error)
-        self._writer.put(NoteJob(self._scanner))
+        if self._scanner.has_outdated():
+            _log_outdated(self.root)
+        self._writer.put(ScanJob(self._scanner, scans=False))
         return changes.records
 
     def settle(self, keys: Iterable[Key]) -> list[Key]:
-        """Order the found records by need, the most needed first, and drop() what is over the budget."""
+        """Order the found records by need, the most needed first, and drop() what is over the
+        budget.
+        """
         self._index.arrange(map(self._name, keys))
         return self._shrink()
 
@@ -100,10 +120,11 @@ class PromptStore:
         self._index.aside = self._quarantine.nbytes
         return self.drop(self._index.surplus())
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def takes(self) -> bool:
-        """Return whether a record of the size that was refused last would be accepted now. Call it before a record is made.
+        """Return whether a record of the size that was refused last would be accepted now. Call it
+        before a record is made.
 
         A refusal is counted.
         """
@@ -112,37 +133,45 @@ class PromptStore:
             self.counts[refusal] += 1
         return refusal is None
 
-    def accept(self, record: Record, spared: Collection[Key] = (), anew: bool = False) -> Acceptance:
+    def accept(
+        self, record: Record, spared: Container[Key] = (), anew: bool = False
+    ) -> WriteDecision:
         """Decide whether to write a record. `anew`: it replaces an older one.
 
-        The least recently used records make room, but none of `spared`. A record is refused, and the refusal counted, if the
-        disk, the budget, the day's limit or the queue do not allow it. Never waits.
+        The least recently used records make way, but none of `spared`. A record is refused, and the
+        refusal counted, if the disk, the budget, the day's limit or the queue do not allow it.
+        Never waits.
         """
         name, size = self._name(record.key), file_size(record)
         if name in self._index and not anew and record.key not in self._unread:
-            return Acceptance()
+            return WriteDecision()
         self._index.aside = self._quarantine.nbytes
-        victims = self._index.room_for(size, {name, *map(self._name, spared)})
+        victims = self._index.room_for(size, _Names(name, spared))
         if victims is None:
             refusal: str | None = self._limits.over_budget(self._index.pinned_bytes)
         else:
             refusal = self._limits.refusal(size, self._has_room(size))
         if refusal is not None:
             self.counts[refusal] += 1
-            return Acceptance(refusal)
+            return WriteDecision(refusal)
         dropped = self.drop(victims or ())
         self._limits.charge(size)
-        return Acceptance(dropped=dropped, is_new=True)
+        return WriteDecision(dropped=dropped, is_new=True)
 
     def write(self, record: Record, buffers: Sequence[Buffer]) -> None:
-        """Pass a new record that was accepted to the writer. The buffers must not change afterwards."""
+        """Pass a new record that was accepted to the writer.
+
+        The buffers must not change afterwards.
+        """
         name, size = self._name(record.key), file_size(record)
         self._unread.pop(record.key, None)
         self._pass(WriteJob(name, record, buffers, size))
         self._index.add(name, size)
 
     def _has_room(self, size: int) -> bool:
-        """Return whether the writer's queue, and the limit between two scans, have room for this many bytes."""
+        """Return whether the writer's queue, and the limit between two scans, allow this many
+        bytes.
+        """
         return self._writer.accepts(size) and self._watcher.allows(size)
 
     def drop(self, names: Iterable[str]) -> list[Key]:
@@ -158,15 +187,20 @@ class PromptStore:
         self.drop([name for name in map(self._name, keys) if name in self._index])
 
     def poll(self) -> list[Key]:
-        """Apply the results of the writer's jobs, and scan if it is time. Returns the keys of records that were not written."""
-        if self._watcher.is_due(self._index.has_touched, self._limits.is_away and self._limits.may_retry()):
+        """Apply the results of the writer's jobs, and scan if it is time.
+
+        Returns the keys of records that were not written.
+        """
+        if self._watcher.is_due(
+            self._index.has_touched, self._limits.is_away and self._limits.may_retry()
+        ):
             self._look()
         return self._take_results()
 
     def _take_results(self) -> list[Key]:
         failed: list[Key] = []
         for result in self._writer.poll():
-            if isinstance(result.job, NoteJob):
+            if isinstance(result.job, ScanJob) and not result.job.scans:
                 continue
             if _is_of_the_disk(result.error):
                 self._limits.suspend(result.error)
@@ -179,12 +213,14 @@ class PromptStore:
         return failed
 
     def _take_written(self, job: WriteJob, result: JobResult) -> list[Key]:
-        """Returns the key of a record that could not be written, unless a later job has the same name."""
+        """Returns the key of a record that could not be written, unless a later job has the same
+        name.
+        """
         is_last = self._jobs.get(job.name) is job
         if is_last:
             del self._jobs[job.name]
         if job.record is not None and result.error is None:
-            self._limits.failure = None
+            self._limits.resume()
             self.counts["written"] += 1
             self.counts["written_bytes"] += job.size
         elif job.record is not None:
@@ -209,7 +245,7 @@ class PromptStore:
     def _remove(self, name: str) -> None:
         self._pass(WriteJob(name, size=self._index.remove(name)))
 
-    # -- what the budget spares ----------------------------------------------------------------------------------------
+    # -- what the budget spares --------------------------------------------------------------------
 
     @property
     def pinned(self) -> Collection[Key]:
@@ -225,7 +261,7 @@ class PromptStore:
         """Spare these records too, until the next call."""
         self._index.kept = frozenset(map(self._name, keys))
 
-    # -- beside other processes ----------------------------------------------------------------------------------------
+    # -- changes by other processes ----------------------------------------------------------------
 
     def take_changes(self) -> RecordChanges:
         """The changes by other processes that scans have found since the last call."""
@@ -257,7 +293,7 @@ class PromptStore:
             self._index.remove(name)
         self._unread.update((key, 0.0) for key in changes.unread)
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def __contains__(self, key: Key) -> bool:
         return self._name(key) in self._index
@@ -267,7 +303,8 @@ class PromptStore:
         return self._index.size(self._name(key)) if key in self else 0
 
     def read(self, expected: Expected, into: Into | None = None) -> Future[RecordData]:
-        """A record and the bytes of its parts, proven; those of a file are read into the memory that `into` gives.
+        """A record and the bytes of its parts, proven; those of a file are read into the memory
+        that `into` gives.
 
         Raises BadRecordError, the file is in quarantine then, or OSError.
         """
@@ -297,19 +334,22 @@ class PromptStore:
         """Used now, from the beginning of a path to its end."""
         self._index.touch(map(self._name, keys))
 
-    # -- at the end ----------------------------------------------------------------------------------------------------
+    # -- at the end --------------------------------------------------------------------------------
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until all is written, for at most `seconds` (None: flush_seconds). Returns whether it is."""
+        """Wait until all is written, for at most `seconds` (None: flush_seconds).
+
+        Returns whether it is.
+        """
         return self._writer.flush(self.config.flush_seconds if seconds is None else seconds)
 
     def close(self, seconds: float | None = None) -> bool:
-        """flush(), set the times of the files that were used, and end the threads."""
+        """flush() after the times of the files that were used are set, and end the threads."""
+        if self._index.has_touched:
+            self._writer.put(ScanJob(self._scanner, self._index.take_touched(), scans=False))
         flushed = self._writer.close(self.config.flush_seconds if seconds is None else seconds)
         self._reader.close()
         self._take_results()
-        if flushed:
-            self._scanner.use(self._index.take_touched())
         return flushed
 
     def report(self) -> dict[str, Any]:
@@ -318,7 +358,7 @@ class PromptStore:
             "folder": str(self.root),
             **self._index.report(),
             "queued_bytes": self._writer.queued_bytes,
-            "problem": self.problem,
+            "problem": self.problems.text,
             **self.counts,
         }
 
@@ -329,19 +369,38 @@ class PromptStore:
 
     @property
     def problem(self) -> str | None:
-        """Why the disk is left alone at present."""
+        """Why no records are written at present."""
         return None if self._limits.failure is None else str(self._limits.failure)
-
-    @property
-    def error_number(self) -> int:
-        """The same as a number of errno; 0: it is not left alone."""
-        failure = self._limits.failure
-        return 0 if failure is None else failure.errno or errno.EIO
 
     def _name(self, key: Key) -> str:
         return name_of(self.namespace, key)
 
 
+class _Names:
+    """The name of a record, and those of the records with these keys."""
+
+    def __init__(self, name: str, keys: Container[Key]) -> None:
+        self._name = name
+        self._keys = keys
+
+    def __contains__(self, name: object) -> bool:
+        return name == self._name or key_of(str(name)) in self._keys
+
+
+@cache
+def _log_outdated(root: Path) -> None:
+    """Log once in a process that the folder has records of an older format."""
+    log.info(
+        "prompt store: records of an older format are not read. They are removed when the budget "
+        "needs their space; "
+        "`mlx-blockpool store check --fix --store-dir %s` moves them to quarantine now.",
+        root,
+    )
+
+
 def _is_of_the_disk(error: BaseException | None) -> TypeGuard[OSError]:
-    """Return whether other writes would fail like this one. A directory under the name of a record is in its way alone."""
+    """Return whether other writes would fail like this one.
+
+    A directory under the name of a record is in its way alone.
+    """
     return isinstance(error, OSError) and not isinstance(error, IsADirectoryError)

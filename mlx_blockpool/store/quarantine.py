@@ -1,4 +1,5 @@
-"""Quarantine: bad files, kept within a bound for people to look at. Knows names and sizes; no records.
+"""Quarantine: bad files, kept within a bound for people to look at. Knows names and sizes; no
+records.
 
 Any thread may call anything here.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ..config import StoreConfig
 from .fs import Disk, Entry, safe_name, write_synced
 
 log = logging.getLogger(__name__)
@@ -22,24 +24,33 @@ FOLDER = "quarantine"
 # The names of files in quarantine, and the end of a reason's name.
 ASIDE = re.compile("[0-9a-f]{16}-.+")
 REASON = ".txt"
-# A bound for small files: a folder of very many names is slow.
-MOST_FILES = 1000
 
 
 class Quarantine:
-    """The quarantine of the store in `root`, at most `most_bytes` with the reasons. `nbytes`: its bytes as bounded last."""
+    """The quarantine of the store in `root`, at most `most_bytes` with the reasons.
 
-    def __init__(self, disk: Disk, root: Path, most_bytes: int) -> None:
+    `nbytes`: its bytes as bounded last.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        root: Path,
+        most_bytes: int,
+        most_files: int = StoreConfig.quarantine_files,
+    ) -> None:
         self.folder = root / FOLDER
-        self.most_bytes = most_bytes
+        self.most_bytes, self._most_files = most_bytes, most_files
         self.nbytes = 0
         self._disk = disk
         self._bounding = threading.Lock()
 
     def set_aside(self, path: Path, reason: str) -> Path | None:
-        """Move a bad file here, never over another one, with the reason beside it. Returns its path now; None: it is gone.
+        """Move a bad file here, never over another one, with the reason next to it. Returns its
+        path now, or None if it is gone.
 
-        Raises OSError if it cannot be moved. Nothing is synced: after a power cut a bad file is as bad as before.
+        Raises OSError if it cannot be moved. Nothing is synced: after a power cut a bad file is as
+        bad as before.
         """
         self._disk.make_directory(self.folder)
         aside = self.folder / f"{secrets.token_hex(8)}-{safe_name(path.name)}"
@@ -50,7 +61,7 @@ class Quarantine:
         # From now on its time is the one at which it came here.
         with suppress(OSError):
             self._disk.touch(aside, time.time())
-        # The reason is a service to the user; a disk without room for it must not stop the move.
+        # The reason is a service to the user; a disk without space for it must not stop the move.
         with suppress(OSError):
             text = f"{path}\n{reason}\n".encode(errors="backslashreplace")
             write_synced(self._disk, aside.with_name(aside.name + REASON), [text], sync=False)
@@ -58,7 +69,9 @@ class Quarantine:
         return aside
 
     def bound(self) -> None:
-        """Remove files over the bound, each with its reason: those that are too large alone, then the oldest."""
+        """Remove files over the bound, each with its reason: those that are too large alone,
+        then the oldest.
+        """
         with self._bounding:
             try:
                 found = self._disk.scan(self.folder)
@@ -69,7 +82,11 @@ class Quarantine:
                 log.warning("prompt store: %s", error)
                 return
             # A directory counts for no budget, and is not removed.
-            entries = {entry.name: entry for entry in found if ASIDE.fullmatch(entry.name) and not entry.is_directory}
+            entries = {
+                entry.name: entry
+                for entry in found
+                if ASIDE.fullmatch(entry.name) and not entry.is_directory
+            }
             self.nbytes = sum(entry.size for entry in entries.values())
             for names in list(self._to_go(entries)):
                 self._remove([entries[name] for name in names])
@@ -79,10 +96,12 @@ class Quarantine:
         for name in entries:
             pairs.setdefault(name.removesuffix(REASON), []).append(name)
         sizes = {pair: sum(entries[name].size for name in names) for pair, names in pairs.items()}
-        since = {pair: max(entries[name].modified for name in names) for pair, names in pairs.items()}
+        since = {
+            pair: max(entries[name].modified for name in names) for pair, names in pairs.items()
+        }
         left, count = self.nbytes, len(pairs)
         for pair in sorted(pairs, key=lambda pair: (sizes[pair] <= self.most_bytes, since[pair])):
-            if left <= self.most_bytes and count <= MOST_FILES:
+            if left <= self.most_bytes and count <= self._most_files:
                 return
             left, count = left - sizes[pair], count - 1
             yield pairs[pair]

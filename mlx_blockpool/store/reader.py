@@ -1,4 +1,5 @@
-"""Reader: reads records, several at a time, and proves their content before it returns any of it; bad files go into quarantine.
+"""Reader: reads records, several at a time, and proves their content before it returns any of it;
+bad files go into quarantine.
 
 Knows bytes and tokens; no arrays, no index, no budget. Any thread may call anything here.
 """
@@ -11,17 +12,16 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import BadRecordError
-from ..hashing import prefix_hash
 from .fs import Disk, Into
+from .hashing import prefix_hash
 from .paths import KINDS
 from .quarantine import Quarantine
 from .record import MAX_HEADER_BYTES, Expected, Record, decode_header, header_size, need
@@ -36,7 +36,9 @@ _FIRST_BYTES = 1 << 14
 
 
 class RecordData(NamedTuple):
-    """A record and the bytes of each part; `begun`, `ended`: when it was read (time.perf_counter()), 0 if it was in memory."""
+    """A record and the bytes of each part; `begun`, `ended`: when it was read
+    (time.perf_counter()), 0 if it was in memory.
+    """
 
     record: Record
     views: list[memoryview]
@@ -44,7 +46,7 @@ class RecordData(NamedTuple):
     ended: float = 0.0
 
 
-# -- one file -------------------------------------------------------------------------------------------------------------
+# -- one file --------------------------------------------------------------------------------------
 
 
 def read_header(disk: Disk, path: Path, expected: Expected) -> Record:
@@ -60,30 +62,46 @@ def read_header(disk: Disk, path: Path, expected: Expected) -> Record:
 
 
 def read(disk: Disk, path: Path, expected: Expected, into: Into | None = None) -> RecordData:
-    """A record and the bytes of each part, views of what `into` gave, after everything about them was verified.
+    """A record and the bytes of each part, views of what `into` gave, after everything about them
+    was verified.
 
-    Errors as in read_header. Reading and checksums release the GIL: to be faster, read several at a time.
+    Errors as in read_header. Reading and checksums release the GIL: to be faster, read several at a
+    time.
     """
     begun = time.perf_counter()
     with _named(path):
-        largest = expected.max_bytes if expected.parts is None else sum(part.nbytes for part in expected.parts)
+        largest = (
+            expected.max_bytes
+            if expected.parts is None
+            else sum(part.nbytes for part in expected.parts)
+        )
         most = MAX_HEADER_BYTES + largest + 1
         if expected.parts is None:
             claimed = disk.size(path) - header_size(disk.read(path, 0, 8))
-            need(claimed <= expected.max_bytes, "bytes of data", claimed, f"at most {expected.max_bytes}")
-        data = memoryview(disk.read(path, 0, most)) if into is None else disk.read_into(path, into, most)
+            need(
+                claimed <= expected.max_bytes,
+                "bytes of data",
+                claimed,
+                f"at most {expected.max_bytes}",
+            )
+        data = (
+            memoryview(disk.read(path, 0, most))
+            if into is None
+            else disk.read_into(path, into, most)
+        )
         head = header_size(data)
         record = _checked(decode_header(data, expected.parts), path, len(data), head, expected)
         starts = accumulate((part.nbytes for part in record.parts), initial=head)
         views = [data[start:end] for start, end in pairwise(starts)]
-        wrong = first_wrong(views, record.checksums, data[head:])
-        if wrong is not None:
-            _need_checksum(record, wrong, zlib.crc32(views[wrong]))
+        for number, view in enumerate(views):
+            _need_checksum(record, number, zlib.crc32(view))
         return RecordData(record, views, begun, time.perf_counter())
 
 
 def check(disk: Disk, path: Path, expected: Expected) -> Record:
-    """Prove a record of any size without returning its bytes: at most PIECE_BYTES of them are in memory."""
+    """Prove a record of any size without returning its bytes: at most PIECE_BYTES of them are in
+    memory.
+    """
     record = read_header(disk, path, expected)
     with _named(path):
         start = disk.size(path) - record.nbytes
@@ -91,17 +109,28 @@ def check(disk: Disk, path: Path, expected: Expected) -> Record:
             end, found = start + part.nbytes, 0
             for at in range(start, end, PIECE_BYTES):
                 data = disk.read(path, at, min(PIECE_BYTES, end - at))
-                need(len(data) == min(PIECE_BYTES, end - at), "bytes of the file", at + len(data), "those of its header")
+                need(
+                    len(data) == min(PIECE_BYTES, end - at),
+                    "bytes of the file",
+                    at + len(data),
+                    "those of its header",
+                )
                 found = zlib.crc32(data, found)
             _need_checksum(record, number, found)
             start = end
     return record
 
 
-def inspect(disk: Disk, path: Path, namespace: str, with_data: bool = False) -> Record | BadRecordError | OSError:
-    """A record file by its name, place, length and header, or to its last byte: the record, or the error that there is none."""
+def inspect(
+    disk: Disk, path: Path, namespace: str, with_data: bool = False
+) -> Record | BadRecordError | OSError:
+    """A record file by its name, place, length and header, or to its last byte: the record, or
+    the error that there is none.
+    """
     try:
-        record = (check if with_data else read_header)(disk, path, Expected(namespace, KINDS[path.parents[1].name]))
+        record = (check if with_data else read_header)(
+            disk, path, Expected(namespace, KINDS[path.parents[1].name])
+        )
         with _named(path):
             need(path.parent.name == path.name[:2], "folder", path.parent.name, path.name[:2])
     except (BadRecordError, OSError) as error:
@@ -117,11 +146,21 @@ def _checked(record: Record, path: Path, size: int, header: int, expected: Expec
     need(record.kind == expected.kind, "kind", record.kind, expected.kind)
     if expected.hash is not None:
         need(record.hash == expected.hash, "hash", record.hash.hex(), expected.hash.hex())
-    need(record.nbytes <= expected.max_bytes, "bytes of data", record.nbytes, f"at most {expected.max_bytes}")
+    need(
+        record.nbytes <= expected.max_bytes,
+        "bytes of data",
+        record.nbytes,
+        f"at most {expected.max_bytes}",
+    )
     named = prefix_hash(record.parent, record.tokens)
     need(named == record.hash, "parent and tokens of hash", named.hex(), record.hash.hex())
     if expected.parts is not None and record.parts is not expected.parts:
-        need(len(record.parts) == len(expected.parts), "parts", len(record.parts), len(expected.parts))
+        need(
+            len(record.parts) == len(expected.parts),
+            "parts",
+            len(record.parts),
+            len(expected.parts),
+        )
         for found, needed in zip(record.parts, expected.parts, strict=True):
             need(found == needed, "part", found, needed)
     return record
@@ -138,59 +177,18 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except BadRecordError as error:
-        raise BadRecordError(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {error}") from None
 
 
-# -- checksums ------------------------------------------------------------------------------------------------------------
-
-# Polynomials over two elements, as in zlib: the highest bit is 1, the lowest is x^31; x^32 is left out of this one.
-_POLYNOMIAL = 0xEDB88320
-_ONE, _X8 = 1 << 31, 1 << 23
-
-
-def first_wrong(views: Sequence[memoryview], checksums: Sequence[int], whole: memoryview) -> int | None:
-    """The index of the first of `views`, which lie one after the other in `whole`, with another checksum than it should have."""
-    # One call: each one gives the GIL away, and may wait long to get it back.
-    if zlib.crc32(whole) == joined(checksums, [len(view) for view in views]):
-        return None
-    return next(i for i, view in enumerate(views) if zlib.crc32(view) != checksums[i])
-
-
-def joined(checksums: Sequence[int], sizes: Sequence[int]) -> int:
-    """The checksum of parts one after the other, from that of each and its bytes."""
-    whole = 0
-    for checksum, size in zip(checksums, sizes, strict=True):
-        a, b, c, d = _tables(size)
-        whole = a[whole >> 24] ^ b[whole >> 16 & 255] ^ c[whole >> 8 & 255] ^ d[whole & 255] ^ checksum
-    return whole
-
-
-@lru_cache(maxsize=64)
-def _tables(size: int) -> list[list[int]]:
-    """What each byte of a checksum, the highest first, becomes when `size` bytes follow: each multiplies it by x^8."""
-    factor, power, left = _ONE, _X8, size
-    while left:
-        factor = _product(factor, power) if left & 1 else factor
-        power, left = _product(power, power), left >> 1
-    return [[_product(byte << shift, factor) for byte in range(256)] for shift in (24, 16, 8, 0)]
-
-
-def _product(a: int, b: int) -> int:
-    found = 0
-    while a:
-        found ^= b if a >> 31 else 0
-        a = a << 1 & 0xFFFFFFFF
-        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
-    return found
-
-
-# -- many files -----------------------------------------------------------------------------------------------------------
+# -- many files ------------------------------------------------------------------------------------
 
 
 class Reader:
     """Records below `root`. `counts`: read, read_bytes, quarantined."""
 
-    def __init__(self, disk: Disk, root: Path, counts: Counter[str], quarantine: Quarantine) -> None:
+    def __init__(
+        self, disk: Disk, root: Path, counts: Counter[str], quarantine: Quarantine
+    ) -> None:
         self._disk = disk
         self._root = root
         self._quarantine = quarantine
@@ -198,12 +196,16 @@ class Reader:
         self._counting = threading.Lock()
         self._threads = ThreadPoolExecutor(READERS, "prompt store reader")
 
-    def headers(self, namespace: str, names: Iterable[str]) -> list[Record | BadRecordError | OSError]:
+    def headers(
+        self, namespace: str, names: Iterable[str]
+    ) -> list[Record | BadRecordError | OSError]:
         """header() of several files at a time."""
         return list(self._threads.map(lambda name: self.header(namespace, name), names))
 
     def header(self, namespace: str, name: str) -> Record | BadRecordError | OSError:
-        """The record in a file by its header; FileNotFoundError if there is none (any more), another error if it may be later."""
+        """The record in a file by its header; FileNotFoundError if there is none (any more),
+        another error if it may be later.
+        """
         found = inspect(self._disk, self._root / name, namespace)
         if isinstance(found, BadRecordError):
             return FileNotFoundError(name) if self._set_aside(self._root / name, found) else found
@@ -212,7 +214,10 @@ class Reader:
         return found
 
     def read(self, name: str, expected: Expected, into: Into | None = None) -> Future[RecordData]:
-        """A record and the bytes of its parts, proven. Raises BadRecordError, the file is in quarantine then, or OSError."""
+        """A record and the bytes of its parts, proven.
+
+        Raises BadRecordError, the file is in quarantine then, or OSError.
+        """
         return self._threads.submit(self._read, self._root / name, expected, into)
 
     def close(self) -> None:

@@ -1,11 +1,13 @@
-"""Records: files in the safetensors format that prove their content. Knows bytes and tokens; no arrays, no trie, no pool.
+"""Records: files in the safetensors format that prove their content. Knows bytes and tokens; no
+arrays, no trie, no pool.
 
     8 bytes   length of the header, little endian
-    header    JSON: metadata (seal first), then name, dtype, shape and place of each part; spaces to a multiple of 8
+    header    JSON: metadata (seal first), then name, dtype, shape and place of each part; spaces to
+              a multiple of 8
     data      the parts, in order, without gaps
 
-The seal is a hash of the header as it was written; the header holds a CRC-32 of each part. Readers return only what both prove.
-Any thread may call anything here.
+The seal is a hash of the header as it was written; the header holds a CRC-32 of each part. Readers
+return only what both prove. Any thread may call anything here.
 """
 
 from __future__ import annotations
@@ -20,17 +22,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from ..dtypes import ITEM_BYTES
 from ..errors import BadRecordError
-from ..spec import BLOCK_TOKENS
+from ..spec import BLOCK_TOKENS, ITEM_BYTES
 from .fs import Buffer
 
 FORMAT = "mlx-blockpool"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".safetensors"
 HASH_BYTES = 32
-# The kinds of records: the full layers of one block, the keys and values of window layers for its tokens, and the states of state
-# layers after its last token.
+# The kinds of records: the full layers of one block, the keys and values of window layers for its
+# tokens, and the states of state layers after its last token.
 BLOCK, WINDOW, STATE = "block", "window", "state"
 # In `extra` of a record that begins under a salt: the salt, in hexadecimal.
 SALT = "salt"
@@ -104,8 +105,8 @@ class Record:
 class Expected:
     """The properties that a reader expects of a record.
 
-    hash       None: the one in the file's name.
-    parts      None: those of its header, which then have `max_bytes` together at most.
+    hash       None for the one in the file's name.
+    parts      None for those of its header, which then have `max_bytes` together at most.
     """
 
     namespace: str
@@ -118,20 +119,34 @@ class Expected:
 def encode(record: Record, buffers: Sequence[Buffer]) -> list[Buffer]:
     """The bytes of a file: its header, then `buffers` themselves, one for each part, contiguous.
 
-    They must not change before they are written. Raises BadRecordError for a record that could not be read again.
+    They must not change before they are written. Raises BadRecordError for a record that could not
+    be read again.
     """
     need(len(buffers) == len(record.parts), "buffers", len(buffers), len(record.parts))
     checksums = tuple(zlib.crc32(buffer) for buffer in buffers)
     header = _header(_checked(_checked_parts(replace(record, checksums=checksums))))
-    need(len(header) <= MAX_HEADER_BYTES, "bytes of header", len(header), f"at most {MAX_HEADER_BYTES}")
+    need(
+        len(header) <= MAX_HEADER_BYTES,
+        "bytes of header",
+        len(header),
+        f"at most {MAX_HEADER_BYTES}",
+    )
     for part, buffer in zip(record.parts, buffers, strict=True):
-        need(memoryview(buffer).nbytes == part.nbytes, f"bytes of {part.name}", memoryview(buffer).nbytes, part.nbytes)
+        need(
+            memoryview(buffer).nbytes == part.nbytes,
+            f"bytes of {part.name}",
+            memoryview(buffer).nbytes,
+            part.nbytes,
+        )
     return [header, *buffers]
 
 
 def file_size(record: Record) -> int:
     """Bytes of the file that encode() makes of a record."""
-    return len(_header(_checked(_checked_parts(replace(record, checksums=(0,) * len(record.parts)))))) + record.nbytes
+    return (
+        len(_header(_checked(_checked_parts(replace(record, checksums=(0,) * len(record.parts))))))
+        + record.nbytes
+    )
 
 
 def header_size(data: Buffer) -> int:
@@ -143,7 +158,8 @@ def header_size(data: Buffer) -> int:
 
 
 def decode_header(data: Buffer, parts: tuple[Part, ...] | None = None) -> Record:
-    """The record whose header `data` begins with. Raises BadRecordError unless each byte of it is as it was written.
+    """The record whose header `data` begins with. Raises BadRecordError unless each byte of it is
+    as it was written.
 
     Faster if its parts are these.
     """
@@ -160,9 +176,16 @@ def decode_header(data: Buffer, parts: tuple[Part, ...] | None = None) -> Record
             record = _checked(_parse(json.loads(body.removesuffix(known) + b"}"), parts))
         else:
             record = _checked(_parse(json.loads(body.decode("ascii"))))
-            need(body.endswith(_entries(_checked_parts(record).parts)), "parts", "others", "those of the header, without gaps")
+            need(
+                body.endswith(_entries(_checked_parts(record).parts)),
+                "parts",
+                "others",
+                "those of the header, without gaps",
+            )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadRecordError(f"The header is not that of a record: {type(error).__name__} ({error}).") from None
+        raise BadRecordError(
+            f"The header is not that of a record: {type(error).__name__} ({error})."
+        ) from None
     return record
 
 
@@ -180,7 +203,11 @@ def _entries(parts: tuple[Part, ...]) -> bytes:
     start = 0
     for part in parts:
         end = start + part.nbytes
-        entries[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [start, end]}
+        entries[part.name] = {
+            "dtype": part.dtype,
+            "shape": list(part.shape),
+            "data_offsets": [start, end],
+        }
         start = end
     return (b"," if parts else b"") + _json(entries)[1:]
 
@@ -212,9 +239,13 @@ def _parse(entries: Any, parts: tuple[Part, ...] | None = None) -> Record:
     """`parts`: those of `entries`, if they are known."""
     metadata = entries.pop("__metadata__")
     if parts is None:
-        parts = tuple(Part(name, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items())
+        parts = tuple(
+            Part(name, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()
+        )
     found = (metadata["format"], metadata["version"])
-    need(found == (FORMAT, str(VERSION)), "format", " ".join(map(str, found)), f"{FORMAT} {VERSION}")
+    need(
+        found == (FORMAT, str(VERSION)), "format", " ".join(map(str, found)), f"{FORMAT} {VERSION}"
+    )
     return Record(
         kind=metadata["kind"],
         namespace=metadata["namespace"],
@@ -223,22 +254,46 @@ def _parse(entries: Any, parts: tuple[Part, ...] | None = None) -> Record:
         start=int(metadata["start"]),
         tokens=tuple(map(int, metadata["tokens"].split())),
         parts=parts,
-        extra={key.removeprefix(_EXTRA): value for key, value in metadata.items() if key.startswith(_EXTRA)},
+        extra={
+            key.removeprefix(_EXTRA): value
+            for key, value in metadata.items()
+            if key.startswith(_EXTRA)
+        },
         checksums=tuple(int(checksum, 16) for checksum in metadata["crc32"].split()),
     )
 
 
 def _checked(record: Record) -> Record:
-    """The record, if what its header says beside its parts can be written and read again. Raises BadRecordError."""
+    """The record, if what its header says apart from its parts can be written and read again.
+
+    Raises BadRecordError.
+    """
     for text in (record.kind, record.namespace, *record.extra, *record.extra.values()):
-        need(isinstance(text, str) and text.isascii(), "kind, namespace or extra", repr(text), "ASCII text")
+        need(
+            isinstance(text, str) and text.isascii(),
+            "kind, namespace or extra",
+            repr(text),
+            "ASCII text",
+        )
     for digest in (record.hash, record.parent):
         need(len(digest) == HASH_BYTES, "bytes of a hash", len(digest), HASH_BYTES)
     need(0 <= record.start < 1 << 63, "start", record.start, "a position of at most 64 bits")
-    need(len(record.tokens) <= BLOCK_TOKENS, "tokens", len(record.tokens), f"at most {BLOCK_TOKENS}")
+    need(
+        len(record.tokens) <= BLOCK_TOKENS, "tokens", len(record.tokens), f"at most {BLOCK_TOKENS}"
+    )
     lowest, highest = min(record.tokens, default=0), max(record.tokens, default=0)
-    need(-(1 << 63) <= lowest <= highest < 1 << 63, "tokens", f"{lowest} to {highest}", "integers of 64 bits")
-    need(len(record.checksums) == len(record.parts), "checksums", len(record.checksums), len(record.parts))
+    need(
+        -(1 << 63) <= lowest <= highest < 1 << 63,
+        "tokens",
+        f"{lowest} to {highest}",
+        "integers of 64 bits",
+    )
+    need(
+        len(record.checksums) == len(record.parts),
+        "checksums",
+        len(record.checksums),
+        len(record.parts),
+    )
     return record
 
 
@@ -248,13 +303,17 @@ def _checked_parts(record: Record) -> Record:
     need(len({*names, "__metadata__"}) == len(names) + 1, "parts", names, "names that differ")
     for part in record.parts:
         need(_is_proper(part), "part", part, _PROPER)
-    need(record.nbytes <= MAX_DATA_BYTES, "bytes of data", record.nbytes, f"at most {MAX_DATA_BYTES}")
+    need(
+        record.nbytes <= MAX_DATA_BYTES, "bytes of data", record.nbytes, f"at most {MAX_DATA_BYTES}"
+    )
     return record
 
 
 def _is_proper(part: Part) -> bool:
     # A JSON `true` is an int, and equal to 1.
-    sizes = len(part.shape) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 63 for n in part.shape)
+    sizes = len(part.shape) <= _MAX_DIMS and all(
+        type(n) is int and 0 <= n < 1 << 63 for n in part.shape
+    )
     return sizes and part.dtype in ITEM_BYTES and part.name.isascii()
 
 

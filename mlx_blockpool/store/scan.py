@@ -1,6 +1,8 @@
-"""Scans the store's folder: every file by its name, the records of a model at start, and later what other processes changed.
+"""Scans the store's folder: every file by its name, the records of a model at start, and later what
+other processes changed.
 
-Knows names, sizes, times and headers; no budget. Folder and FolderScanner belong to the writer's thread once the store is open:
+Knows names, sizes, times and headers; no budget. Folder and FolderScanner belong to the writer's
+thread once the store is open:
 they see what the jobs before theirs have done. A Listing belongs to its caller.
 """
 
@@ -18,12 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import BadRecordError
+from .db import DATABASE_FILES
 from .fs import TEMPORARY, Buffer, Disk, Entry, Stamp, write_whole
 from .headers import Headers
-from .paths import KINDS, LEFTOVER_SECONDS, OF_A_MODEL, OF_THE_STORE, describe, described, folder_of, key_of
+from .paths import KINDS, LEFTOVER_SECONDS, MODEL_FILE, describe, described, folder_of, key_of
 from .quarantine import ASIDE
 from .reader import Reader
-from .record import SUFFIX, Key, Record
+from .record import SUFFIX, VERSION, Key, Record
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +34,17 @@ log = logging.getLogger(__name__)
 TICK = 1e-6
 # The folders of a store, as paths below its own; records are in the innermost ones.
 _SHARD = re.compile(rf"models/[^/]+/(?:{'|'.join(KINDS)})/[0-9a-f]{{2}}")
-_FOLDER = re.compile(rf"agents|quarantine|models(?:/[^/]+(?:/(?:{'|'.join(KINDS)}))?)?|{_SHARD.pattern}")
+_FOLDER = re.compile(rf"quarantine|models(?:/[^/]+(?:/(?:{'|'.join(KINDS)}))?)?|{_SHARD.pattern}")
 
 
-# -- all files ------------------------------------------------------------------------------------------------------------
+# -- all files -------------------------------------------------------------------------------------
 
 
 class File(NamedTuple):
-    """A file of the store in `root`. `name`: its path below that; `used`: in seconds since the epoch."""
+    """A file of the store in `root`.
+
+    `name`: its path below that; `used`: in seconds since the epoch.
+    """
 
     root: Path
     name: str
@@ -62,7 +68,8 @@ class File(NamedTuple):
 
 
 class Listing:
-    """Every file of the store in `root`, sorted by what its name says; `below`: only those in that folder, which may be a link.
+    """Every file of the store in `root`, sorted by what its name says; `below`: only those in that
+    folder, which may be a link.
 
     namespaces   folders of models.
     leftovers    of writes that never ended; younger ones may be live and are not listed.
@@ -76,7 +83,6 @@ class Listing:
         self.records: list[File] = []
         self.leftovers: list[File] = []
         self.quarantined: list[File] = []
-        self.agents: list[File] = []
         self.foreign: list[Path] = []
         self.unreadable: list[tuple[Path, OSError]] = []
         self.folders: list[Path] = []
@@ -86,7 +92,7 @@ class Listing:
 
     @cached_property
     def models(self) -> dict[str, dict[str, Any] | None]:
-        """What the model.json of each namespace says; None: nothing that can be read."""
+        """What the model.json of each namespace says; None if nothing can be read."""
         return {name: described(self._disk, self.root, name) for name in self.namespaces}
 
     def of(self, namespace: str) -> list[File]:
@@ -97,7 +103,12 @@ class Listing:
         is_shard = _SHARD.fullmatch(folder) is not None
         for entry in self._scan(folder):
             name = f"{folder}/{entry.name}" if folder else entry.name
-            if is_shard and entry.is_file and entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY):
+            if (
+                is_shard
+                and entry.is_file
+                and entry.name.endswith(SUFFIX)
+                and not entry.name.startswith(TEMPORARY)
+            ):
                 self.records.append(File.of(self.root, name, entry))
             elif entry.is_directory and _FOLDER.fullmatch(name):
                 self.namespaces += [entry.name] if folder == "models" else []
@@ -113,9 +124,9 @@ class Listing:
             self.foreign.append(file.path)
         elif entry.name.startswith(TEMPORARY):
             self.leftovers += [file] if file.used < self._young else []
-        elif folder == "agents" and entry.name.endswith(".json") and not entry.name.startswith("."):
-            self.agents.append(file)
-        elif entry.name not in (OF_A_MODEL if folder.count("/") == 1 else () if folder else OF_THE_STORE):
+        elif entry.name not in (
+            (MODEL_FILE,) if folder.count("/") == 1 else () if folder else DATABASE_FILES
+        ):
             self.foreign.append(file.path)
 
     def _scan(self, folder: str) -> list[Entry]:
@@ -128,7 +139,7 @@ class Listing:
             return []
 
 
-# -- the files of this process, beside those of others ----------------------------------------------------------------------
+# -- the files of this process and of others -------------------------------------------------------
 
 
 class ChangedFile(NamedTuple):
@@ -156,25 +167,36 @@ class FolderChanges:
 
 
 class Folder:
-    """The record files of all models below `root`, as this process has seen them last. Names are paths below it."""
+    """The record files of all models below `root`, as this process has seen them last.
+
+    Names are paths below it.
+    """
 
     def __init__(self, disk: Disk, root: Path) -> None:
         self.disk = disk
         self.root = root
         self._files: dict[str, File] = {}
+        self._unreadable: set[Path] = set()
 
     def look(self) -> FolderChanges:
-        """What other processes changed since the last look; removes leftovers of records whose writes never ended.
+        """What other processes changed since the last look; removes leftovers of records whose
+        writes never ended.
 
-        Raises OSError if the folder of the models cannot be read. The files of an inner one that cannot count as unchanged.
+        Raises OSError if the folder of the models cannot be read. The files of an inner one that
+        cannot count as unchanged.
         """
         # By its name: `models` may be a link to another disk, and writes follow it.
         listing = Listing(self.root, self.disk, "models")
         before, files = self._files, {file.name: file for file in listing.records}
+        was_unreadable, self._unreadable = (
+            self._unreadable,
+            {path for path, _ in listing.unreadable},
+        )
         for path, error in listing.unreadable:
             if path == self.root / "models":
                 raise error
-            log.warning("prompt store: %s", error)
+            if path not in was_unreadable:
+                log.warning("prompt store: %s", error)
             inside = f"{path.relative_to(self.root).as_posix()}/"
             files |= {name: file for name, file in before.items() if name.startswith(inside)}
         for leftover in listing.leftovers:
@@ -186,17 +208,30 @@ class Folder:
         for file in files.values():
             was = before.get(file.name)
             if was is None or (was.size, was.used) != (file.size, file.used):
-                found.append((file.used, ChangedFile(file.name, file.size, was is None or was.size != file.size)))
-        return FolderChanges([changed for _, changed in sorted(found)], [name for name in before if name not in files])
+                found.append(
+                    (
+                        file.used,
+                        ChangedFile(file.name, file.size, was is None or was.size != file.size),
+                    )
+                )
+        return FolderChanges(
+            [changed for _, changed in sorted(found)],
+            [name for name in before if name not in files],
+        )
 
     def write(self, name: str, buffers: Sequence[Buffer], size: int, keep_free: int = 0) -> None:
-        """Write a whole file of `size` bytes, and leave `keep_free` bytes free. Raises OSError; size_of() knows what is left."""
+        """Write a whole file of `size` bytes, and leave `keep_free` bytes free.
+
+        Raises OSError; size_of() knows what is left.
+        """
         path = self.root / name
         try:
             self.disk.make_directory(path.parent)
             free = self.disk.free_bytes(path.parent)
             if free - size < keep_free:
-                raise OSError(errno.ENOSPC, f"{free} bytes free, {keep_free} are to stay so", str(path))
+                raise OSError(
+                    errno.ENOSPC, f"{free} bytes free, {keep_free} are to stay so", str(path)
+                )
             write_whole(self.disk, path, buffers)
         finally:
             self._see(name)
@@ -208,7 +243,10 @@ class Folder:
         self.drop(name)
 
     def touch(self, names: Iterable[str]) -> None:
-        """Set the times of files used just now, one after the other. A file whose time cannot be set stays as it is."""
+        """Set the times of files used just now, one after the other.
+
+        A file whose time cannot be set stays as it is.
+        """
         moment = time.time()
         for number, name in enumerate(names):
             if name in self._files:
@@ -216,8 +254,12 @@ class Folder:
                     self.disk.touch(self.root / name, moment + number * TICK)
                     self._see(name)
 
+    def namespaces(self) -> list[str]:
+        """The namespaces of all files."""
+        return sorted({file.namespace for file in self._files.values()})
+
     def size_of(self, name: str) -> int | None:
-        """Bytes of a file as this process has seen it; None: there is none."""
+        """Bytes of a file as this process has seen it; None if there is none."""
         return self._files[name].size if name in self._files else None
 
     def stamp_of(self, name: str) -> Stamp | None:
@@ -244,12 +286,21 @@ class RecordChanges:
 
 
 class FolderScanner:
-    """Scans `folder` for the records under `namespace`. `about` is written beside them for people to read."""
+    """Scans `folder` for the records under `namespace`.
 
-    def __init__(self, folder: Folder, reader: Reader, headers: Headers, namespace: str, about: dict[str, Any]) -> None:
+    `about` is written next to them for people to read.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        reader: Reader,
+        headers: Headers,
+        namespace: str,
+        about: dict[str, Any],
+    ) -> None:
         self._folder = folder
         self._headers = headers
-        self._unnoted: list[tuple[Record, Stamp]] = []
         self._reader = reader
         self._about = about
         self._own = folder_of(namespace) + "/"
@@ -260,27 +311,45 @@ class FolderScanner:
         describe(self._folder.disk, self._folder.root, self._namespace, self._about)
 
     def first(self) -> FolderChanges:
-        """Every file; headers that are not noted are read, several at a time. Raises OSError if the folder cannot be read."""
-        return self._scan(self._noted_or_read)
+        """Every file; headers that are not noted are read, several at a time.
+
+        Raises OSError if the folder cannot be read.
+        """
+        changes = self._scan(self._noted_or_read)
+        with suppress(OSError):
+            self._headers.forget_others(self._folder.namespaces())
+        return changes
 
     def _noted_or_read(self, names: list[str]) -> list[Record | Exception]:
-        stamps = {name: stamp for name in names if (stamp := self._folder.stamp_of(name)) is not None}
-        noted: dict[str, Record | Exception] = {**self._headers.load(stamps)}
-        missing = [name for name in names if name not in noted]
-        found = noted | dict(zip(missing, self._reader.headers(self._namespace, missing), strict=True))
-        new = missing if self._headers.is_whole else names
-        self._unnoted = [(record, stamps[n]) for n in new if n in stamps and isinstance(record := found[n], Record)]
+        stamps = {
+            name: stamp for name in names if (stamp := self._folder.stamp_of(name)) is not None
+        }
+        found: dict[str, Record | Exception] = {**self._headers.load(stamps)}
+        missing = [name for name in names if name not in found]
+        for name, header in zip(
+            missing, self._reader.headers(self._namespace, missing), strict=True
+        ):
+            found[name] = header
+            if isinstance(header, Record) and name in stamps:
+                self._headers.add(header, name, stamps[name])
         return [found[name] for name in names]
 
-    def note(self) -> None:
-        """Note the headers that first() had to read, for the next start."""
-        for record, stamp in self._unnoted:
-            self._headers.add(record, stamp)
-        self._unnoted = []
-        self._headers.write()
+    def has_outdated(self) -> bool:
+        """Return whether the folder has records of an older format, by the model.json next to
+        them.
+        """
+        about = (
+            described(self._folder.disk, self._folder.root, name)
+            for name in self._folder.namespaces()
+        )
+        return any(
+            found is not None and found.get("format") in range(1, VERSION) for found in about
+        )
 
     def use(self, names: Sequence[str]) -> None:
-        """Set the times of files used just now, the last of them last, for other processes and for the next start."""
+        """Set the times of files used just now, the last of them last, for other processes and
+        for the next start.
+        """
         self._folder.touch(names)
         for name in names:
             stamp = self._folder.stamp_of(name)
@@ -289,15 +358,24 @@ class FolderScanner:
         self._headers.write()
 
     def again(self, used: Sequence[str]) -> FolderChanges:
-        """What has changed since the last scan. `used`: files that this process used meanwhile, the last of them last."""
+        """What has changed since the last scan.
+
+        `used`: files that this process used meanwhile, the last of them last.
+        """
         self.use(used)
         with suppress(OSError):
             self.describe()
-        return self._scan(lambda names: [self._reader.header(self._namespace, name) for name in names])
+        return self._scan(
+            lambda names: [self._reader.header(self._namespace, name) for name in names]
+        )
 
     def _scan(self, read: Callable[[list[str]], list[Record | Exception]]) -> FolderChanges:
         changes = self._folder.look()
-        new = [found.name for found in changes.found if found.is_new and found.name.startswith(self._own)]
+        new = [
+            found.name
+            for found in changes.found
+            if found.is_new and found.name.startswith(self._own)
+        ]
         gone = set()
         for name, header in zip(new, read(new), strict=True):
             key = key_of(name)

@@ -1,4 +1,5 @@
-"""The writer thread: writes and removes records behind the generation thread, and scans the folder, in order, within a bound.
+"""The writer thread: writes and removes records in the background, and scans the folder, in order,
+within a bound.
 
 The generation thread passes jobs to it and polls for their results.
 """
@@ -22,7 +23,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WriteJob:
-    """A record to write under `name`, or without one: a file to remove. `size`: bytes of the file."""
+    """A record to write under `name`, or without one: a file to remove.
+
+    `size`: bytes of the file.
+    """
 
     name: str
     record: Record | None = None
@@ -32,28 +36,27 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class ScanJob:
-    """Scan the folder for what other processes changed. `used`: files that this process used since the last scan."""
+    """Set the times of files that this process `used`, and write the notes of headers; then scan
+    the folder, if it `scans`.
+
+    A failure before the scan is logged and has no further effect.
+    """
 
     scanner: FolderScanner
-    used: Sequence[str]
+    used: Sequence[str] = ()
+    scans: bool = True
 
 
-@dataclass(frozen=True)
-class NoteJob:
-    """Note the headers that the first scan had to read. A failure is logged and has no further effect."""
-
-    scanner: FolderScanner
-
-
-Job = WriteJob | ScanJob | NoteJob
+Job = WriteJob | ScanJob
 
 
 @dataclass(frozen=True)
 class JobResult:
     """The result of a job.
 
-    error   None: the file is on disk, or removed. An OSError is the disk's fault, any other error our own.
-    left    after an error, bytes of the file under its name now; None: there is none.
+    error   None if the file is on disk, or removed. An OSError is the disk's fault, any other error
+            our own.
+    left    after an error, bytes of the file under its name now; None if there is none.
     seen    what a scan has found.
     """
 
@@ -64,12 +67,15 @@ class JobResult:
 
 
 class Writer:
-    """A queue of at most `queue_bytes`, and its thread. More is rejected, so that generation never waits for the disk.
+    """A queue of at most `queue_bytes`, and its thread. More is rejected, so that generation never
+    waits for the disk.
 
     A file system that would have less than `min_free_bytes` left is full.
     """
 
-    def __init__(self, folder: Folder, headers: Headers, queue_bytes: int, min_free_bytes: int) -> None:
+    def __init__(
+        self, folder: Folder, headers: Headers, queue_bytes: int, min_free_bytes: int
+    ) -> None:
         self.folder = folder
         self.headers = headers
         self.queue_bytes = queue_bytes
@@ -110,10 +116,17 @@ class Writer:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def flush(self, seconds: float) -> bool:
-        """Wait for at most `seconds` until every job was tried, unless the thread has ended. Returns whether all were tried."""
+        """Wait for at most `seconds` until every job was tried, unless the thread has ended.
+
+        Returns whether all were tried.
+        """
         until = time.monotonic() + seconds
         with self._changed:
-            while (self._jobs or self._busy) and self._thread.is_alive() and (left := until - time.monotonic()) > 0:
+            while (
+                (self._jobs or self._busy)
+                and self._thread.is_alive()
+                and (left := until - time.monotonic()) > 0
+            ):
                 self._changed.wait(left)
             return not (self._jobs or self._busy)
 
@@ -132,10 +145,10 @@ class Writer:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                while not self._jobs:
-                    if self._closing:
-                        return
+                while not self._jobs and not self._closing:
                     self._changed.wait()
+                if not self._jobs:
+                    break
                 job, self._busy = self._jobs.popleft(), True
             done = self._do(job)
             if isinstance(job, WriteJob):
@@ -145,29 +158,39 @@ class Writer:
                     if self._writing.get(job.name) is job:
                         del self._writing[job.name]
             self._done.append(done)
+        self.headers.close()
 
     def _do(self, job: Job) -> JobResult:
         try:
-            if isinstance(job, ScanJob):
+            if isinstance(job, WriteJob):
+                self._write(job)
+            elif job.scans:
                 return JobResult(job, seen=job.scanner.again(job.used))
-            if isinstance(job, NoteJob):
-                job.scanner.note()
-            elif job.record is None:
-                self.folder.remove(job.name)
-                self.headers.remove(job.name)
             else:
-                self._write(job, job.record)
+                job.scanner.use(job.used)
             self.headers.write(at_once=not self._jobs)
         except BaseException as error:
             # The top of the thread: any error fails that job alone.
             if not isinstance(error, OSError):
-                what = job.name if isinstance(job, WriteJob) else "a look at the folder or its notes"
-                log.error("prompt store: %s failed by a fault that is not the disk's", what, exc_info=error)
-            return JobResult(job, error, self.folder.size_of(job.name) if isinstance(job, WriteJob) else None)
+                what = (
+                    job.name if isinstance(job, WriteJob) else "a look at the folder or its notes"
+                )
+                log.error(
+                    "prompt store: %s failed by a fault that is not the disk's",
+                    what,
+                    exc_info=error,
+                )
+            return JobResult(
+                job, error, self.folder.size_of(job.name) if isinstance(job, WriteJob) else None
+            )
         return JobResult(job)
 
-    def _write(self, job: WriteJob, record: Record) -> None:
-        buffers = encode(record, job.buffers)
+    def _write(self, job: WriteJob) -> None:
+        if job.record is None:
+            self.folder.remove(job.name)
+            self.headers.remove(job.name)
+            return
+        buffers = encode(job.record, job.buffers)
         try:
             self.folder.write(job.name, buffers, job.size, self.min_free_bytes)
         except FileNotFoundError:
@@ -175,4 +198,4 @@ class Writer:
             self.folder.write(job.name, buffers, job.size, self.min_free_bytes)
         stamp = self.folder.stamp_of(job.name)
         if stamp is not None:
-            self.headers.add(record, stamp)
+            self.headers.add(job.record, job.name, stamp)

@@ -1,4 +1,5 @@
-"""The conformance kit for plugin authors: does the pool work for a model as a plugin describes it? Importing this imports no mlx.
+"""The conformance kit for plugin authors: does the pool work for a model as a plugin describes it?
+Importing this imports no mlx.
 
     for result in conformance(config, my_plugin):
         print(result)
@@ -13,10 +14,10 @@ from typing import Any
 
 _HOME = {
     "CHECKS": "kit",
-    "Conformance": "case",
-    "ConformanceError": "outcome",
-    "NotCheckedError": "outcome",
-    "Result": "outcome",
+    "Conformance": "kit",
+    "ConformanceError": "subject",
+    "NotCheckedError": "subject",
+    "Result": "kit",
     "Subject": "subject",
     "conformance": "kit",
     "run_check": "kit",

@@ -1,6 +1,6 @@
 """Subject: a tiny model and its provider, the input of every check.
 
-Knows how to make a model of a config; does not know what is checked.
+Knows how to make a model from a config; does not know the checks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import random
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
+from unittest import SkipTest
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,53 +20,59 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..config import KVBits
 from ..errors import BlockpoolError
-from ..formatting import line_of
 from ..kv.arena import KVArena
-from ..kv.factory import config_of
-from ..kv.rounded import rounded
+from ..kv.build import config_of
+from ..kv.rounded_caches import rounded
 from ..mlx_lm_compat import get_classes
 from ..plugins import check_spec, empty_plugin_manager, make_plugin_manager, provided_spec
-from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
-from .outcome import ConformanceError
+from ..spec import ChunkLayer, ModelCacheSpec, WindowLayer
 
 MOST_PARAMETERS = 50_000_000
 # Windows and chunks up to here are checked beyond their end.
 MOST_TOKENS = 1100
 POOL_BYTES = 64_000_000
-ROOM = 12
+SEQUENCES = 12
+
+
+class ConformanceError(AssertionError):
+    """A check failed. The message says what the check got, what it expected and what to do."""
+
+    def __init__(self, found: str, needed: str, hint: str) -> None:
+        super().__init__(f"Got {found}; expected {needed}. {hint}")
+
+
+class NotCheckedError(SkipTest):
+    """A check does not apply to the model; the message says why. pytest skips the test."""
 
 
 class Subject:
     """A tiny model in float32, to which a loaded one is cast, and its provider.
 
-    model:     a loaded mlx-lm model, the config.json of one as a dict, or a function that returns either.
-    provider:  a module or object with the hook, the only one that is called; None: all that are installed, as in the server.
-    config:    the config.json of a model that was loaded; None: what its args say.
+    model:     a loaded mlx-lm model, or the config.json of one as a dict.
+    provider:  a module or object with the hook, the only one that is called; None: all installed
+               ones, as in the server.
+
+    Raises ConformanceError for anything else.
     """
 
-    def __init__(self, model: Any, provider: Any = None, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, model: Any, provider: Any = None) -> None:
         # A module of mlx is a dict too.
-        if not isinstance(model, dict) and callable(model):
-            model = model()
-        if isinstance(model, dict) and not isinstance(model, nn.Module):
+        if isinstance(model, nn.Module):
+            config = config_of(model)
+        else:
             config, model = model, tiny_model(model)
-        if not isinstance(model, nn.Module):
-            needed = "an mlx-lm model, its config.json as a dict, or a function that returns one of them"
-            raise ConformanceError(f"{type(model).__name__} for a model", needed, "See mlx_blockpool.testing.Subject.")
         model.set_dtype(mx.float32)
         model.eval()
         self.model = model
-        self.config = in_float32(config_of(model) if config is None else config)
+        self.config = in_float32(config)
         self.model_id = type(model).__module__.rpartition(".")[2]
-        self.provider = provider
         self.manager = make_plugin_manager() if provider is None else _manager_of(provider)
 
     def describe(self, model: Any, config: dict[str, Any]) -> ModelCacheSpec | None:
-        """The provider's spec; None: it does not describe this model. Raises PluginError for an invalid answer, and SpecError."""
-        if self.provider is not None and not self.manager.hook.model_cache_spec.get_hookimpls():
-            raise ConformanceError(
-                f"no hook in {self.provider!r}", "a function model_cache_spec", "Mark it with mlx_blockpool.hookimpl."
-            )
+        """The provider's spec, or None if it does not describe this model.
+
+        Raises SpecError or PluginError.
+        """
         return provided_spec(self.manager, model, config, self.model_id)
 
     @cached_property
@@ -97,25 +105,29 @@ class Subject:
     def sizes(self) -> list[int]:
         """The lengths of windows and chunks, in tokens."""
         windows = {leaf.max_size for leaf in self.spec.leaves if isinstance(leaf, WindowLayer)}
-        return sorted(windows | {leaf.chunk_size for leaf in self.spec.leaves if isinstance(leaf, ChunkLayer)})
+        return sorted(
+            windows | {leaf.chunk_size for leaf in self.spec.leaves if isinstance(leaf, ChunkLayer)}
+        )
 
     @property
     def short_sizes(self) -> list[int]:
         """The windows and chunks that are short enough for a test to run beyond their end."""
         return [size for size in self.sizes if size <= MOST_TOKENS]
 
-    @property
-    def has_states(self) -> bool:
-        return any(isinstance(leaf, StateLayer) for leaf in self.spec.leaves)
-
     def stock(self, bits: KVBits | None = None) -> list[Any]:
-        """mlx-lm's own caches of one sequence; keys and values rounded as blocks of `bits` hold them."""
+        """mlx-lm's own caches of one sequence; keys and values rounded as blocks of `bits` hold
+        them.
+        """
         return rounded(make_prompt_cache(self.model), self.spec.with_bits(bits))
 
     @property
     def pool_bytes(self) -> int:
         """Bytes for a dozen of the longest sequences."""
-        return max(POOL_BYTES, ROOM * (self.spec.bytes_per_agent(3 * MOST_TOKENS) + self.spec.bytes_per_checkpoint()))
+        return max(
+            POOL_BYTES,
+            SEQUENCES
+            * (self.spec.bytes_per_agent(3 * MOST_TOKENS) + self.spec.bytes_per_checkpoint()),
+        )
 
     def arena(self) -> KVArena:
         """A new pool."""
@@ -128,31 +140,48 @@ class Subject:
 
 def _manager_of(provider: Any) -> pluggy.PluginManager:
     manager = empty_plugin_manager()
-    try:
-        manager.register(provider)
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        hint = "plugins/README.md has the signature of each hook; an implementation takes the arguments that it needs."
-        raise ConformanceError(line_of(error), "hooks and arguments that there are", hint) from error
+    manager.register(provider)
+    manager.check_pending()
+    if not manager.hook.model_cache_spec.get_hookimpls():
+        raise ConformanceError(
+            f"no hook in {provider!r}",
+            "a function model_cache_spec",
+            "Mark it with mlx_blockpool.hookimpl.",
+        )
     return manager
 
 
 def tiny_model(config: dict[str, Any]) -> Any:
-    """The mlx-lm model of a config.json, float32, with random weights in which a wrong key shows.
+    """The mlx-lm model of a config.json in float32, with random weights under which a wrong key
+    changes the logits.
 
-    Raises ConformanceError if mlx-lm has none, or if it is not tiny.
+    Raises ConformanceError if it is not tiny, or if mlx-lm has no such model.
     """
+    if not isinstance(config, dict):
+        raise ConformanceError(
+            f"{config!r} for a model",
+            "a loaded mlx-lm model, or the config.json of one as a dict",
+            "Give one.",
+        )
     config = copy.deepcopy(config)  # mlx-lm's ModelArgs write into it
     try:
         model_class, args_class = get_classes(config)
-        model = model_class(args_class.from_dict(config))
-    except (KeyError, TypeError, ValueError) as error:
-        needed = "the config.json of a model that mlx-lm has"
-        raise ConformanceError(f"{type(error).__name__}: {error}", needed, "Give a model instead.") from error
+    except (AttributeError, KeyError, ValueError) as error:
+        found = f"a config with the model_type {config.get('model_type')!r}"
+        hint = "Correct it, install an mlx-lm that has it, or give the loaded model."
+        raise ConformanceError(
+            found, f"a type that mlx-lm {version('mlx-lm')} has", hint
+        ) from error
+    model = model_class(args_class.from_dict(config))
     size = sum(value.size for _, value in tree_flatten(model.parameters()))
     if size > MOST_PARAMETERS:
-        hint = "Lower hidden_size, intermediate_size, num_hidden_layers and vocab_size in a copy of its config.json."
-        raise ConformanceError(f"a model of {size:,} parameters", f"a tiny one, {MOST_PARAMETERS:,} at most", hint)
+        hint = (
+            "Lower hidden_size, intermediate_size, num_hidden_layers and vocab_size in a copy of "
+            "its config.json."
+        )
+        raise ConformanceError(
+            f"a model of {size:,} parameters", f"a tiny one, at most {MOST_PARAMETERS:,}", hint
+        )
     keys = iter(mx.random.split(mx.random.key(0), len(tree_flatten(model.parameters())) + 1))
     model.update(tree_map(lambda value: _random(value, next(keys)), model.parameters()))
     mx.eval(model.parameters())
@@ -170,4 +199,8 @@ def in_float32(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _random(value: Any, key: mx.array) -> Any:
-    return mx.random.normal(value.shape, key=key) * 0.25 if mx.issubdtype(value.dtype, mx.floating) else value
+    return (
+        mx.random.normal(value.shape, key=key) * 0.25
+        if mx.issubdtype(value.dtype, mx.floating)
+        else value
+    )

@@ -1,1 +1,3 @@
-"""Cached prefixes on disk: written behind, found again by a restart, and brought back when that is faster than computing."""
+"""Cached prefixes on disk: written in the background, and restored where that is faster than
+computing.
+"""

@@ -1,104 +1,191 @@
-"""StoredPrefixes: writes the prefixes of a trie behind to a prompt store. Owned by the generation thread.
+"""StoredPrefixes: writes the prefixes of a trie to a prompt store in the background. Owned by the
+generation thread.
 
-A node is written once its block is full, parents first, so that every record on disk can be reached from the beginning.
+A node is written once its block is full, parents first, so that every record on disk can be reached
+from the beginning.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, ref
 
 from ..kv.arena import KVArena
 from ..kv.block_bytes import as_bytes, copy_out
 from ..prefix.admission import Admission
 from ..prefix.index import KVIndex
-from ..prefix.retention import record_bytes
-from ..prefix.trie import Node
+from ..prefix.retention import Retention
+from ..prefix.trie import Node, PrefixRef, records_of
 from ..ranks.facts import Lost
-from ..ranks.group import ALONE, Ranks
+from ..store.paths import FOLDERS
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, Key, Record
-from .catalog import StoredNodes
-from .checkpoint_records import CheckpointWrite, StoredCheckpoints, record_of
-from .ledger import AgreedLedger, Ledger, OwnLedger
-from .restore import Restores
+from .checkpoints import (
+    CheckpointWrite,
+    Ledger,
+    StoredCheckpoints,
+    StoredNodes,
+    WriteQueue,
+    record_of,
+)
+from .restore import NoRestores, Restores
+
+# The longest time between two steps for records that no request waits for.
+ATTENDED_SECONDS = 0.005
 
 
-class StoredPrefixes:
-    """The prefixes of `index` that `store` has on disk.
+class DiskTier:
+    """What of the prefixes is on disk; this base class is for a cache without a store: nothing is,
+    and nothing is written.
 
-    nodes, checkpoints   those that are on disk.
-    restores             brings them back.
-    num_cheaper          prompts that were computed because reading them would have taken longer.
-    ledger               which records count as on disk. The ranks of a group all open their stores, or none does.
-    clock                the time by which conversations rest.
+    restores   reads back what is on disk.
+    clock      the time by which conversations rest.
     """
 
-    def __init__(self, index: KVIndex, arena: KVArena, admission: Admission, store: PromptStore, ranks: Ranks = ALONE) -> None:
-        self.index = index
-        self.arena = arena
-        self.store = store
-        self.bits = store.config.bits
-        self.clock = time.monotonic
-        self.ledger: Ledger = OwnLedger(store) if ranks.size == 1 else AgreedLedger(store, ranks, record_bytes(index))
-        self.checkpoints = StoredCheckpoints(index, arena, store, self.ledger)
-        self.nodes = StoredNodes(index, self.checkpoints, store)
-        self.restores = Restores(self.nodes, self.checkpoints, admission, ranks)
-        self.num_cheaper = 0
-        self._pending: WeakKeyDictionary[Node, None] = WeakKeyDictionary()
-        # Partial blocks, in the order in which their time comes, by the clock.
-        self._resting: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
-        records = self.ledger.open()
-        self.nodes.load(records)
-        self._settle()
-        self.nodes.lose(self.ledger.lost(store.settle(self.nodes.by_need(records))))
+    restores = NoRestores()
+    clock: Callable[[], float] = time.monotonic
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    @property
+    def is_writing(self) -> bool:
+        """True while records wait for the store's writer."""
+        return False
 
-    def note(self, node: Node) -> None:
-        """Queue a node for writing; a partial block waits until its conversation has rested for `idle_seconds`."""
-        if node.residency.on_disk or not node.residency.in_memory:
-            return
-        if node.is_full:
-            self._pending[node] = None
-        else:
-            self._resting.pop(node, None)
-            self._resting[node] = self.clock() + self.store.config.idle_seconds
-
-    def note_path(self, path: Sequence[Node], tokens: int) -> None:
-        """Queue a path of `tokens` tokens for writing, and those of its checkpoints that are not queued yet."""
-        for node in path:
-            self.note(node)
-            for checkpoint in list(node.residency.checkpoints.values()):
-                if not checkpoint.noted and checkpoint.position <= tokens:
-                    self.checkpoints.note(node, checkpoint)
+    def enqueue_path(self, path: PrefixRef, whole: bool = False) -> None:
+        """Queue a path for writing, and those of its checkpoints that are not queued yet;
+        `whole`: those after its end too.
+        """
 
     def write_behind(self, limit: int | None = None, at_once: bool = False) -> None:
         """Copy queued nodes out of the pool and pass them to the store's writer.
 
-        `limit`: stop after this many bytes, at most one record later; None: the store's `step_bytes`. `at_once`: the ends of
-        conversations do not wait for their time.
+        `limit`: stop after this many bytes, at most one record later, by default the store's
+        `step_bytes`. `at_once`: the ends of conversations do not wait for their time.
         """
-        left = self.store.config.step_bytes if limit is None else limit
+
+    def write_out(self) -> Iterator[None]:
+        """write_behind() of all that is queued, a part at a time, within the store's time to
+        flush.
+        """
+        yield from ()
+
+    def keep_up(self, retention: Retention) -> None:
+        """Between two steps: pass on what must stay on disk, and read on for restores that no
+        request waits for. Cheap.
+        """
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Remove the files of these records."""
+
+    def spare(self, hashes: Iterable[bytes]) -> None:
+        """Exclude the records of these hashes from the store's budget, and no others."""
+
+    def resumes_at(self, path: Sequence[Node], at_most: int) -> int:
+        """How many of the first `at_most` tokens of a path a restart could continue from."""
+        return 0
+
+    def size(self, node: Node) -> int:
+        """Bytes of the records of a node."""
+        return 0
+
+    def figures(self) -> list[int]:
+        """Numbers of what counts as on disk and of restores, equal on all ranks of a group."""
+        return []
+
+    def report(self) -> dict[str, Any] | None:
+        """Figures of the store and of restores; sizes in bytes."""
+        return None
+
+    def close(self) -> bool:
+        """Write all that is queued within the store's `flush_seconds`, and close the store.
+
+        Returns whether all is on disk.
+        """
+        return True
+
+
+class StoredPrefixes(DiskTier):
+    """The prefixes of `index` that `store` has on disk.
+
+    nodes, checkpoints   those that are on disk.
+    ledger               which records count as on disk.
+    """
+
+    restores: Restores
+
+    def __init__(
+        self, index: KVIndex, arena: KVArena, admission: Admission, store: PromptStore
+    ) -> None:
+        self.index = index
+        self.arena = arena
+        self.store = store
+        self.ledger = self._open_ledger()
+        self.checkpoints = StoredCheckpoints(index, arena, store, self.ledger)
+        self.nodes = StoredNodes(index, self.checkpoints, store)
+        self.restores = self._open_restores(admission)
+        self._path = WrittenPath()
+        # Partial blocks rest.
+        self.queue = WriteQueue[Node]()
+        records = self.ledger.open()
+        self.nodes.load(records)
         self._settle()
-        while left > 0 and (node := self._due(at_once)) is not None:
+        self.nodes.forget(self.ledger.lost(store.settle(self.nodes.by_need(records))))
+
+    def _open_ledger(self) -> Ledger:
+        return Ledger(self.store)
+
+    def _open_restores(self, admission: Admission) -> Restores:
+        return Restores(self.nodes, self.checkpoints, admission)
+
+    @property
+    def is_writing(self) -> bool:
+        return self.store.is_writing
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def enqueue(self, node: Node) -> None:
+        """Queue a node for writing; a partial block waits until its conversation has rested for
+        `idle_seconds`.
+        """
+        if node.residency.on_disk or not node.residency.in_memory:
+            return
+        if node.is_full:
+            self.queue.pending[node] = None
+        else:
+            self.queue.rest(node, self.clock() + self.store.config.idle_seconds)
+
+    def enqueue_path(self, path: PrefixRef, whole: bool = False) -> None:
+        for node in path.path:
+            self.enqueue(node)
+            for checkpoint in list(node.residency.checkpoints.values()):
+                if whole or (not checkpoint.is_queued and checkpoint.position <= path.tokens):
+                    self.checkpoints.enqueue(checkpoint)
+
+    def write_behind(self, limit: int | None = None, at_once: bool = False) -> None:
+        self._settle()
+        now = math.inf if at_once else self.clock()
+        self._write_queued(self.store.config.step_bytes if limit is None else limit, now)
+        if not self.queue.pending:
+            self._touch_path()
+
+    def _write_queued(self, left: int, now: float) -> None:
+        while left > 0 and (node := self.queue.first_due(now)) is not None:
             if self._is_writable(node):
                 written = self._write(node) if self.ledger.takes else None
                 if written is None:
                     return
                 left -= written
-            self._pending.pop(node, None)
-            self._resting.pop(node, None)
-        self._write_checkpoints(left, math.inf if at_once else self.clock())
+            self.queue.discard(node)
+        self._write_checkpoints(left, now)
 
     def _write_checkpoints(self, limit: int, now: float) -> None:
         """write_behind() for the records of checkpoints that are due at `now`."""
-        while limit > 0 and self.checkpoints.is_due(now) and self.ledger.takes:
+        while limit > 0 and self.checkpoints.queue.first_due(now) is not None and self.ledger.takes:
             write = self.checkpoints.next_write(now)
-            reached = write is not None and self._leads_on(write.segment.node)
+            reached = write is not None and self._ensure_on_disk(write.segment.node)
             if write is None or reached is None:
                 return
             written = self._put(write.record, write.segment.node, write) if reached else 0
@@ -107,35 +194,77 @@ class StoredPrefixes:
             if written:
                 self.checkpoints.written(write)
             else:
-                self.checkpoints.give_up(write.checkpoint)
+                self.checkpoints.queue.discard(write.checkpoint)
             limit -= written
 
     def write_tails(self) -> None:
         """Pass everything queued to the writer, ends of conversations too, as before a stop."""
         self.write_behind(1 << 62, at_once=True)
 
+    def write_out(self) -> Iterator[None]:
+        until = time.monotonic() + self.store.config.flush_seconds
+        while (
+            (self._num_queued() or self.is_writing)
+            and self.store.problem is None
+            and time.monotonic() < until
+        ):
+            self.write_behind(at_once=True)
+            yield
+
+    def _num_queued(self) -> int:
+        return sum(
+            len(each)
+            for queue in (self.queue, self.checkpoints.queue)
+            for each in (queue.pending, queue.resting)
+        )
+
+    def keep_up(self, retention: Retention) -> None:
+        retention.pass_to(self.store)
+        self.restores.keep_up(ATTENDED_SECONDS)
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        self.store.remove(keys)
+
+    def spare(self, hashes: Iterable[bytes]) -> None:
+        self.store.pinned = {Key(kind, digest) for digest in hashes for kind in FOLDERS}
+
+    # -- figures -----------------------------------------------------------------------------------
+
+    def resumes_at(self, path: Sequence[Node], at_most: int) -> int:
+        tokens = min(at_most, path[-1].end) if path else 0
+        if not self.arena.spec.needs_checkpoints:
+            return tokens
+        found = self.checkpoints.find(path, tokens)
+        return 0 if found is None else found[1]
+
+    def size(self, node: Node) -> int:
+        return sum(map(self.store.size, records_of(node)))
+
     def figures(self) -> list[int]:
-        """Numbers of what counts as on disk and of restores, equal on all ranks of a group."""
         restores = self.restores
-        begun = [restores.num_begun, len(restores.jobs), restores.num_restored, restores.num_released]
-        return [self.ledger.takes, len(self.nodes.by_hash), self.checkpoints.digest.value, *begun]
+        begun = [
+            restores.num_begun,
+            len(restores.jobs),
+            restores.num_restored,
+            restores.num_released,
+        ]
+        return [self.ledger.takes, *begun]
 
     def report(self) -> dict[str, Any]:
-        """Figures of the store and of restores; sizes in bytes."""
-        pending, resting = self.checkpoints.num_queued
-        restores = self.restores
+        restores, queues = self.restores, (self.queue, self.checkpoints.queue)
         figures = {
-            "pending": len(self._pending) + pending,
-            "resting": len(self._resting) + resting,
+            "pending": sum(len(queue.pending) for queue in queues),
+            "resting": sum(len(queue.resting) for queue in queues),
             "restored_tokens": restores.num_restored,
             "unread": restores.num_unread,
-            "cheaper_to_compute": self.num_cheaper,
+            "cheaper_to_compute": restores.num_cheaper,
             "restoring": [{"tokens": job.plan.tokens, "done": job.done} for job in restores.jobs],
         }
         return figures | restores.rates.report() | self.store.report()
 
     def forget(self, lost: Lost) -> None:
-        """Forget records that a rank of the group lacks, on every rank: the others remove their files.
+        """Forget records that a rank of the group lacks, on every rank: the others remove their
+        files.
 
         `again`: they stay queued, and the files of the others serve.
         """
@@ -144,16 +273,13 @@ class StoredPrefixes:
             self._write_again(keys)
             return
         for key in keys:
-            self.checkpoints.stop(key)
-        self.nodes.lose(keys)
+            self.checkpoints.dequeue_source(key)
+        self.nodes.forget(keys)
         self.store.remove(keys)
 
     def close(self) -> bool:
-        """Write all that is queued within the store's `flush_seconds`, and close the store. Returns whether all is on disk.
-
-        Nothing is agreed with other ranks any more.
-        """
-        lost, self.ledger = self.ledger.take_lost(), OwnLedger(self.store)
+        # Nothing is agreed with other ranks any more.
+        lost, self.ledger = self.ledger.take_lost(), Ledger(self.store)
         for each in lost:
             self.forget(each)
         until = time.monotonic() + self.store.config.flush_seconds
@@ -164,19 +290,15 @@ class StoredPrefixes:
             self.write_tails()
             left, before = self._num_unwritten(), left
         self.store.flush(_seconds_until(until))
-        # Remove files of nodes that left the trie since the last step, or that longer ones have just superseded.
+        # Remove files of nodes that left the trie since the last step, or that longer ones have
+        # just superseded.
         self._settle()
         return self.store.close(_seconds_until(until)) and left in (0, before)
 
     def _num_unwritten(self) -> int:
-        return sum(not node.residency.on_disk for node in self.index.trie) + sum(self.checkpoints.num_queued)
-
-    def _due(self, at_once: bool) -> Node | None:
-        """The next queued node: a full block, or a partial one whose time has come."""
-        node = next(iter(self._pending), None)
-        if node is None and (first := next(iter(self._resting.items()), None)) is not None:
-            return first[0] if at_once or first[1] <= self.clock() else None
-        return node
+        queue = self.checkpoints.queue
+        nodes = sum(not node.residency.on_disk for node in self.index.trie)
+        return nodes + len(queue.pending) + len(queue.resting)
 
     def _is_writable(self, node: Node) -> bool:
         parent = node.parent
@@ -188,53 +310,113 @@ class StoredPrefixes:
             and node in parent.children
         )
 
-    def _leads_on(self, node: Node) -> bool | None:
-        """Write the partial block of a node if need be. Returns whether its checkpoint can be reached on disk; None: not now."""
+    def _ensure_on_disk(self, node: Node) -> bool | None:
+        """Write the partial block of a node if need be.
+
+        Returns whether disk has it, or None if the store is busy.
+        """
         if self._is_writable(node) and self._write(node) is None:
             return None
         return node.residency.on_disk
 
     def _write(self, node: Node) -> int | None:
-        """Write one node. Returns the bytes passed on; 0 if the budget has no room for them, None if the store is busy."""
-        parts, extra = self.restores.parts(node.end - node.start), {"kind": node.residency.kind, "bits": str(self.bits or 0)}
+        """Write one node.
+
+        Returns the bytes passed on; 0 if they are over the budget, None if the store is busy.
+        """
+        parts, extra = self.restores.parts(node.end - node.start), {"kind": node.residency.kind}
         written = self._put(record_of(self.store, BLOCK, node, node.end, parts, extra), node)
         if written:
             self.index.written(node)
-            self.nodes.by_hash[node.hash] = node
         return written
 
-    def _put(self, record: Record, node: Node, checkpoint: CheckpointWrite | None = None) -> int | None:
-        """_write() for any record of a node. Records of the blocks before it are not dropped for it, and outlive it."""
-        path = [Key(BLOCK, n.hash) for n in node.path()]
-        spared = {*path, *(Key(BLOCK, n.hash) for n in self.restores.arriving)}
-        accepted = self.store.accept(record, spared, anew=record.kind != BLOCK)
-        self.nodes.lose(self.ledger.lost(accepted.dropped))
+    def _put(
+        self, record: Record, node: Node, checkpoint: CheckpointWrite | None = None
+    ) -> int | None:
+        """_write() for any record of a node.
+
+        Records of the blocks before it are not dropped for it, nor before it.
+        """
+        if not self._path.extend_to(node):
+            self._touch_path()
+            self._path.begin(node)
+            # Its beginning is not among the first that room_for() looks at, for each of the blocks
+            # that follow.
+            self.store.touch(self._path.keys)
+        arriving = {Key(BLOCK, n.hash): None for n in self.restores.arriving}
+        accepted = self.store.accept(
+            record, ChainMap(self._path.keys, arriving), anew=record.kind != BLOCK
+        )
+        self.nodes.forget(self.ledger.lost(accepted.dropped))
         if accepted.refusal is not None:
             return self.ledger.refused(record, accepted.refusal)
         if accepted.is_new:
-            self.store.write(record, self._copy(node) if checkpoint is None else self.checkpoints.copy(checkpoint))
-        self.store.touch(path)
+            self.store.write(
+                record,
+                self._copy(node) if checkpoint is None else self.checkpoints.copy(checkpoint),
+            )
+        self._path.is_touched = False
         return self.ledger.size(record)
+
+    def _touch_path(self) -> None:
+        """Make the records of the path that was written last the most recently used ones, its
+        beginning last.
+        """
+        if not self._path.is_touched:
+            self._path.is_touched = True
+            self.store.touch(self._path.keys)
 
     def _copy(self, node: Node) -> list[memoryview]:
         """The bytes of a block, out of the pool."""
-        places = list(zip(self.index.full_groups, node.residency.blocks, strict=True))
-        return [as_bytes(array) for array in copy_out(self.arena, places, 0, node.end - node.start, self.bits)]
+        return [
+            as_bytes(array)
+            for array in copy_out(self.arena, list(node.residency.blocks), 0, node.end - node.start)
+        ]
 
     def _settle(self) -> None:
-        """Queue failed writes again, remove files that nothing leads to, and follow what other processes did."""
+        """Queue failed writes again, remove files that cannot be reached, and follow what other
+        processes did.
+        """
         self._write_again(self.ledger.lost(self.store.poll(), again=True))
         changes = self.store.take_changes()
-        self.nodes.lose(self.ledger.lost(changes.lost))
+        self.nodes.forget(self.ledger.lost(changes.lost))
         self.nodes.remove_unreachable()
         self.nodes.follow(changes.found if self.ledger.follows else ())
 
     def _write_again(self, keys: Sequence[Key]) -> None:
         """Queue records that are not on disk after all."""
-        nodes = [self.nodes.by_hash[key.hash] for key in keys if key.kind == BLOCK and key.hash in self.nodes.by_hash]
-        self.nodes.lose(keys, again=True)
+        nodes = [self.index.trie.node(key.hash) for key in keys if key.kind == BLOCK]
+        self.nodes.forget(keys, again=True)
         for node in nodes:
-            self.note(node)
+            if node is not None:
+                self.enqueue(node)
+
+
+class WrittenPath:
+    """The keys of the blocks from the first one of a prompt to the one that was written last.
+
+    Blocks are written along their paths, so that each one adds a key in place of a walk over the
+    whole path.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[Key, None] = {}
+        self.is_touched = True
+        self._end: ReferenceType[Node] | None = None
+
+    def extend_to(self, node: Node) -> bool:
+        """Continue to a node if it is the last one, or follows it. Returns whether it does."""
+        last = None if self._end is None else self._end()
+        if last is None or (node is not last and node.parent is not last):
+            return False
+        self.keys[Key(BLOCK, node.hash)] = None
+        self._end = ref(node)
+        return True
+
+    def begin(self, node: Node) -> None:
+        """Follow the path to another node."""
+        self.keys = {Key(BLOCK, each.hash): None for each in node.path()}
+        self._end = ref(node)
 
 
 def _seconds_until(until: float) -> float:

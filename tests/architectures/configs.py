@@ -1,6 +1,7 @@
 """CONFIGS: one small config for every model type of mlx-lm, and what a few of them need to run.
 
-Float32, a vocabulary of 131, windows and chunks of 32 tokens; each kind of layer that a model can have is there.
+Float32, a vocabulary of 131, windows and chunks of 32 tokens; each kind of layer that a model can
+have is there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Parts that the small configs share. mlx-lm's ModelArgs take the keys that they know and leave the others."""
+"""Parts that the small configs share. mlx-lm's ModelArgs take the keys that they know and leave
+the others.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ EXPERTS: Config = {
     "scoring_func": "sigmoid",
 }
 
-# Multi-head latent attention: the cache has one head of latents (key) and of rope positions (value).
+# Multi-head latent attention: the cache has one head of latents (key) and of rope positions
+# (value).
 LATENT: Config = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 20,
@@ -79,7 +82,17 @@ YARN: Config = {
 
 
 # What makes rows of at least 32 numbers of those of 16, as quantised blocks need.
-TWICE = ("hidden_size", "d_model", "n_embd", "model_dim", "hidden_dim", "block_dim", "kv_channels", "long_factor", "short_factor")
+TWICE = (
+    "hidden_size",
+    "d_model",
+    "n_embd",
+    "model_dim",
+    "hidden_dim",
+    "block_dim",
+    "kv_channels",
+    "long_factor",
+    "short_factor",
+)
 THIRTY_TWO = (
     "head_dim",
     "global_head_dim",
@@ -93,9 +106,13 @@ THIRTY_TWO = (
 
 
 def wide(config: Config) -> Config:
-    """The same model with keys and values of a multiple of 32 numbers, except for the positions beside a latent."""
+    """The same model with keys and values of a multiple of 32 numbers, except for the positions
+    beside a latent.
+    """
     found = config | {key: wide(value) for key, value in config.items() if isinstance(value, dict)}
-    found |= {key: config[key] * 2 for key in TWICE if key in config} | {key: 32 for key in THIRTY_TWO if key in config}
+    found |= {key: config[key] * 2 for key in TWICE if key in config} | {
+        key: 32 for key in THIRTY_TWO if key in config
+    }
     if "qk_nope_head_dim" in config:
         found["qk_nope_head_dim"] = 32 - config["qk_rope_head_dim"]
     # It has half the hidden size of the others, beside its large vocabulary.
@@ -104,10 +121,22 @@ def wide(config: Config) -> Config:
 
 def family(common: Config, **own: Config) -> dict[str, Config]:
     """Configs by model type: SMALL, then what the family shares, then each one's own."""
-    return {name: {**SMALL, **common, **changes, "model_type": name} for name, changes in own.items()}
+    return {
+        name: {**SMALL, **common, **changes, "model_type": name} for name, changes in own.items()
+    }
 
 
 def wrapped(name: str, text: Config, text_type: str | None = None, **own: Any) -> dict[str, Config]:
-    """The config of a wrapper around a text model; `text_type` where the text model is another module of mlx-lm."""
+    """The config of a wrapper around a text model; `text_type` where the text model is another
+    module of mlx-lm.
+    """
     inner = {**SMALL, **text, "model_type": text_type or name}
-    return {name: {"model_type": name, "vocab_size": SMALL["vocab_size"], "text_config": inner, "torch_dtype": "float32", **own}}
+    return {
+        name: {
+            "model_type": name,
+            "vocab_size": SMALL["vocab_size"],
+            "text_config": inner,
+            "torch_dtype": "float32",
+            **own,
+        }
+    }

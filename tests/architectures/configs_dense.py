@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from .configs_common import ALTERNATING, FULL, LATENT, SLIDING, SMALL, WINDOW, Config, family, wrapped
+from .configs_common import (
+    ALTERNATING,
+    FULL,
+    LATENT,
+    SLIDING,
+    SMALL,
+    WINDOW,
+    Config,
+    family,
+    wrapped,
+)
 
 LLAMA_LIKE = family(
     {},
@@ -15,7 +25,12 @@ LLAMA_LIKE = family(
     gemma2={"query_pre_attn_scalar": 16},
     glm={},
     glm4={"partial_rotary_factor": 0.5},
-    granite={"logits_scaling": 2.0, "attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    granite={
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+    },
     helium={},
     hunyuan_v1_dense={},
     internlm2={"bias": False},
@@ -51,7 +66,12 @@ GPT_LIKE = family(
 
 LATENT_DENSE = family(
     LATENT,
-    minicpm3={"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12.0, "rope_scaling": {"type": "longrope"}},
+    minicpm3={
+        "dim_model_base": 32,
+        "scale_depth": 1.4,
+        "scale_emb": 12.0,
+        "rope_scaling": {"type": "longrope"},
+    },
     youtu_llm={},
 )
 
@@ -61,14 +81,26 @@ WINDOWED = family(
     exaone4={"rope_scaling": None, "sliding_window_pattern": "LLLG"},
     gemma3_text={"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
     llama={},
-    ministral3={"rope_parameters": {"rope_theta": 10000.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}},
+    ministral3={
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     muse_glimmer={},
     olmo3={},
     plamo3={"sliding_window_pattern": 2},
-    spark2_5={"rope_parameters": {FULL: {"rope_theta": 10000.0}, SLIDING: {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}},
+    spark2_5={
+        "rope_parameters": {
+            FULL: {"rope_theta": 10000.0},
+            SLIDING: {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        }
+    },
 )
 
-# The last two layers read the keys and values of earlier ones; full layers differ from sliding ones in heads and head size.
+# The last two layers read the keys and values of earlier ones; full layers differ from sliding ones
+# in heads and head size.
 GEMMA4_TEXT: Config = {
     **SMALL,
     **ALTERNATING,
@@ -103,7 +135,13 @@ GEMMA3N_TEXT: Config = {
 SHARED_OR_LOOPED = {
     **family(
         {},
-        afm7={"hidden_dim": 64, "num_layers": 4, "num_kv_reuse_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+        afm7={
+            "hidden_dim": 64,
+            "num_layers": 4,
+            "num_kv_reuse_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+        },
         iquestloopcoder={"loop_num": 2, "loop_window_size": WINDOW},
         nanbeige={"num_loops": 2},
         **{
@@ -133,7 +171,8 @@ OTHER = family(
         "ffn_multipliers": [1.0, 2.0],
     },
     phi3small={
-        # It writes to the logits of tokens up to 100351 whatever the vocabulary: a smaller one is a write past the array.
+        # It writes to the logits of tokens up to 100351 whatever the vocabulary: a smaller one is a
+        # write past the array.
         "vocab_size": 100352,
         "hidden_size": 32,
         "dense_attention_every_n_layers": 2,
@@ -146,7 +185,11 @@ OTHER = family(
 )
 
 WRAPPED: dict[str, Config] = {
-    **wrapped("gemma3", {**ALTERNATING, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2}, "gemma3_text"),
+    **wrapped(
+        "gemma3",
+        {**ALTERNATING, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+        "gemma3_text",
+    ),
     **wrapped("gemma3n", GEMMA3N_TEXT, "gemma3n_text"),
     **wrapped("gemma4", GEMMA4_TEXT, "gemma4_text"),
     **wrapped("mistral3", {}, "mistral"),
@@ -155,4 +198,12 @@ WRAPPED: dict[str, Config] = {
     **wrapped("qwen3_vl", {}, "qwen3_vl_text"),
 }
 
-DENSE = {**LLAMA_LIKE, **GPT_LIKE, **LATENT_DENSE, **WINDOWED, **SHARED_OR_LOOPED, **OTHER, **WRAPPED}
+DENSE = {
+    **LLAMA_LIKE,
+    **GPT_LIKE,
+    **LATENT_DENSE,
+    **WINDOWED,
+    **SHARED_OR_LOOPED,
+    **OTHER,
+    **WRAPPED,
+}

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from .configs_common import ALTERNATING, EXPERTS, FULL, LATENT, SLIDING, WINDOW, YARN, Config, family, wrapped
+from .configs_common import (
+    ALTERNATING,
+    EXPERTS,
+    FULL,
+    LATENT,
+    SLIDING,
+    WINDOW,
+    YARN,
+    Config,
+    family,
+    wrapped,
+)
 
-BAILING: Config = {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True}
+BAILING: Config = {
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "use_qk_norm": True,
+}
 
 PLAIN = family(
     EXPERTS,
@@ -27,7 +42,12 @@ PLAIN = family(
         "moe_num_shared_experts": 1,
     },
     glm4_moe={"rope_scaling": None, "use_qk_norm": True, "partial_rotary_factor": 0.5},
-    granitemoe={"logits_scaling": 2.0, "attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    granitemoe={
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+    },
     hunyuan={
         "num_hidden_layers": 4,
         "moe_topk": 2,
@@ -79,7 +99,8 @@ INDEXED = family(
     glm_moe_dsa={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 )
 
-# CacheList of two attentions a layer; longcat_flash_ngram has one more cache, of token ids, before the first layer.
+# CacheList of two attentions a layer; longcat_flash_ngram has one more cache, of token ids, before
+# the first layer.
 LONGCAT = family(
     {
         **LATENT,
@@ -131,8 +152,9 @@ WINDOWED = family(
     },
 )
 
-# Window, compressed groups of four tokens, and an indexer over them; the last two layers read what layer 1 keeps.
-# Sizes that no block of its fake quantisation divides: rounding would turn tiny differences into large ones.
+# Window, compressed groups of four tokens, and an indexer over them; the last two layers read what
+# layer 1 keeps. Sizes that no block of its fake quantisation divides: rounding would turn tiny
+# differences into large ones.
 DEEPSEEK_V41 = family(
     EXPERTS,
     deepseek_v41={
@@ -204,7 +226,19 @@ WRAPPED: dict[str, Config] = {
         },
         "muse_spark_text",
     ),
-    **wrapped("qwen3_vl_moe", {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 1}, "qwen3_vl_moe_text"),
+    **wrapped(
+        "qwen3_vl_moe",
+        {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+        "qwen3_vl_moe_text",
+    ),
 }
 
-WITH_EXPERTS = {**PLAIN, **LATENT_EXPERTS, **INDEXED, **LONGCAT, **WINDOWED, **DEEPSEEK_V41, **WRAPPED}
+WITH_EXPERTS = {
+    **PLAIN,
+    **LATENT_EXPERTS,
+    **INDEXED,
+    **LONGCAT,
+    **WINDOWED,
+    **DEEPSEEK_V41,
+    **WRAPPED,
+}

@@ -1,4 +1,6 @@
-"""Models that keep a state of fixed size in some layers or in all: convolutions, state spaces, linear attention."""
+"""Models that keep a state of fixed size in some layers or in all: convolutions, state spaces,
+linear attention.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ DELTA: Config = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.5,
-    "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    "rope_parameters": {
+        "type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
 }
 
 # Kimi delta attention in the layers of kda_layers, counted from 1; latent attention in the others.
@@ -50,7 +57,13 @@ LFM2: Config = {
 
 LINEAR_ATTENTION = {
     **family(
-        {**EXPERTS, "num_hidden_layers": 4, "num_key_value_heads": 4, "layer_group_size": 2, "group_norm_size": 1},
+        {
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layer_group_size": 2,
+            "group_norm_size": 1,
+        },
         bailing_hybrid=LATENT,
         bailing_moe_linear={"score_function": "sigmoid", "use_qk_norm": True},
         bailing_moe_v3={**LATENT, "moe_shared_expert_intermediate_size": 32},
@@ -65,13 +78,22 @@ LINEAR_ATTENTION = {
         },
         qwen3_5={},
         qwen3_5_moe={**EXPERTS, "num_hidden_layers": 4},
-        qwen3_next={**EXPERTS, "num_hidden_layers": 4, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        qwen3_next={
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        },
     ),
 }
 
 CONVOLUTIONS = family(
     LFM2,
-    gear={"num_hidden_layers": 4, "layer_types": ["conv_mixer", FULL, SLIDING, "conv_mixer"], "sliding_window": WINDOW},
+    gear={
+        "num_hidden_layers": 4,
+        "layer_types": ["conv_mixer", FULL, SLIDING, "conv_mixer"],
+        "sliding_window": WINDOW,
+    },
     lfm2={},
     lfm2_moe={**EXPERTS, "use_expert_bias": True, "num_dense_layers": 1},
 )
@@ -111,7 +133,13 @@ STATE_SPACES = family(
         "mamba_d_state": 8,
         "mamba_expand": 2,
     },
-    mamba={"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4},
+    mamba={
+        "state_size": 8,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
     mamba2={
         "num_heads": 4,
         "state_size": 8,
@@ -168,7 +196,13 @@ RECURRENT = family(
 
 # A convolution over keys and values beside the cache of both.
 BAICHUAN = family(
-    {}, baichuan_m1={"num_hidden_layers": 4, "sliding_window": WINDOW, "sliding_window_layers": [1, 3], "conv_window": 2}
+    {},
+    baichuan_m1={
+        "num_hidden_layers": 4,
+        "sliding_window": WINDOW,
+        "sliding_window_layers": [1, 3],
+        "conv_window": 2,
+    },
 )
 
 HADAMARD: dict[str, Config] = wrapped(
@@ -178,7 +212,14 @@ HADAMARD: dict[str, Config] = wrapped(
     schema_version=2,
     tensor_namespace="mlx-vlm-qwen3_5",
     quantization={"bits": 2, "group_size": 128, "mode": "affine"},
-    modules=[{"path": "model.layers.1.self_attn.q_proj", "embedding": False, "dtype": "float16", "block": 0}],
+    modules=[
+        {
+            "path": "model.layers.1.self_attn.q_proj",
+            "embedding": False,
+            "dtype": "float16",
+            "block": 0,
+        }
+    ],
 )
 
 WRAPPED: dict[str, Config] = {

@@ -31,12 +31,17 @@ def make_model(name: str) -> Any:
 
 def save_architecture(folder: Path, name: str, template: str = CHAT_TEMPLATE) -> Path:
     """make_model() as a model folder."""
-    assert character_tokenizer().get_vocab_size() <= CONFIGS[name].get("text_config", CONFIGS[name])["vocab_size"]
+    assert (
+        character_tokenizer().get_vocab_size()
+        <= CONFIGS[name].get("text_config", CONFIGS[name])["vocab_size"]
+    )
     return write_model(folder, make_model(name), CONFIGS[name], template)
 
 
 def _random(array: Any) -> Any:
-    return mx.random.normal(array.shape) * 0.25 if mx.issubdtype(array.dtype, mx.floating) else array
+    return (
+        mx.random.normal(array.shape) * 0.25 if mx.issubdtype(array.dtype, mx.floating) else array
+    )
 
 
 def prompt(seed: int, count: int) -> list[int]:
@@ -59,7 +64,13 @@ def logits(model: Any, caches: list[Any], chunks: list[list[int]], steps: int) -
 def distance(one: list[mx.array], two: list[mx.array]) -> float:
     """The largest difference of two lists of logits, in parts of the largest logit."""
     scale = max(float(mx.abs(mx.where(mx.isfinite(a), a, 0)).max()) for a in one)
-    return max(float(mx.abs(mx.where(mx.isfinite(a), a - b, 0)).max()) for a, b in zip(one, two, strict=True)) / scale
+    return (
+        max(
+            float(mx.abs(mx.where(mx.isfinite(a), a - b, 0)).max())
+            for a, b in zip(one, two, strict=True)
+        )
+        / scale
+    )
 
 
 def stock(model: Any) -> list[Any]:

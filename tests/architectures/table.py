@@ -1,4 +1,7 @@
-"""The table of architectures: how each is served. `python -m architectures.table` in tests/ writes it into plugins/README.md."""
+"""The table of architectures: how each is served.
+
+`python -m architectures.table` in tests/ writes it into plugins/README.md.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ HEAD = "| caches | batch | a prefix is resumed | `--kv-bits` | types |\n|---|---
 
 
 class Row(NamedTuple):
-    """How one type is served: the kinds of its layers, how it batches, where a prefix can be resumed, and whether quantised."""
+    """How one type is served: the kinds of its layers, how it batches, where a prefix can be
+    resumed, and whether quantised.
+    """
 
     kinds: str
     batch: str
@@ -43,8 +48,13 @@ def batch_of(caches: Any) -> str:
 
 
 def quantised(name: str) -> str:
-    """Whether blocks hold the keys and values of a type in 8 bits. Bits do not change how it batches."""
-    prefix = getattr(open_caches(tiny_model(wide(CONFIGS[name])), POOL, bits=KVBits()), "prefix", None)
+    """Whether blocks hold the keys and values of a type in 8 bits.
+
+    Bits do not change how it batches.
+    """
+    prefix = getattr(
+        open_caches(tiny_model(wide(CONFIGS[name])), POOL, bits=KVBits()), "prefix", None
+    )
     if prefix is not None and not prefix.arena.spec.groups:
         return "nothing to quantise"
     return "no" if prefix is None or prefix.arena.spec.bits is None else "yes"

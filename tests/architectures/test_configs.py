@@ -22,7 +22,8 @@ from mlx_blockpool.spec import CompositeLayer, LayerSpec, StateLayer
 DESCRIBED = [name for name in RUNNABLE if name not in OWN_CACHE]
 ALWAYS = [name for name in QUICK if name in DESCRIBED]
 STATES_ONLY = ("mamba", "mamba2", "rwkv7")
-# The token ids that its n-grams look back on: the state has one more column a token until all are there.
+# The token ids that its n-grams look back on: the state has one more column a token until all are
+# there.
 GROWING_STATE = ("longcat_flash_ngram",)
 
 
@@ -44,7 +45,9 @@ def run(model: Any, tokens: list[int]) -> list[Any]:
 def names_of(path: Path) -> set[str]:
     """Classes that a module defines or imports by name."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
-    imported = {a.asname or a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names}
+    imported = {
+        a.asname or a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names
+    }
     return imported | {node.name for node in body if isinstance(node, ast.ClassDef)}
 
 
@@ -54,8 +57,14 @@ def seen(cache: Any) -> tuple[Any, ...]:
     if kind == "CacheList":
         return "composite", *map(seen, cache.caches)
     if kind == "ArraysCache":
-        return "state", *((tuple(a.shape), str(a.dtype).removeprefix("mlx.core.")) for a in cache.cache)
-    dims = (0, 0, 0) if cache.keys is None else (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
+        return "state", *(
+            (tuple(a.shape), str(a.dtype).removeprefix("mlx.core.")) for a in cache.cache
+        )
+    dims = (
+        (0, 0, 0)
+        if cache.keys is None
+        else (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
+    )
     own = {"RotatingKVCache": ("max_size", "keep"), "ChunkedKVCache": ("chunk_size",)}.get(kind, ())
     kinds = {"KVCache": "full", "RotatingKVCache": "window", "ChunkedKVCache": "chunk"}
     return kinds[kind], *dims, *(getattr(cache, name) for name in own)
@@ -74,7 +83,9 @@ def test_the_table_has_every_model_type_of_mlx_lm() -> None:
 
 
 def test_a_config_is_of_the_type_that_it_is_listed_under() -> None:
-    assert {name: config["model_type"] for name, config in CONFIGS.items()} == {name: name for name in CONFIGS}
+    assert {name: config["model_type"] for name, config in CONFIGS.items()} == {
+        name: name for name in CONFIGS
+    }
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(RUNNABLE)))
@@ -97,10 +108,15 @@ def test_the_spec_is_what_the_model_makes(name: str) -> None:
     assert plugins.check_spec(spec, model).layers == spec.layers
 
 
-@pytest.mark.parametrize("name", only([n for n in DESCRIBED if n not in STATES_ONLY], *(set(ALWAYS) - set(STATES_ONLY))))
+@pytest.mark.parametrize(
+    "name", only([n for n in DESCRIBED if n not in STATES_ONLY], *(set(ALWAYS) - set(STATES_ONLY)))
+)
 def test_the_dtype_is_the_models_own(name: str) -> None:
     model = build(name)
-    assert plugins.spec_of_model(model, {**CONFIGS[name], "torch_dtype": "bfloat16"}, name).dtype == "float32"
+    assert (
+        plugins.spec_of_model(model, {**CONFIGS[name], "torch_dtype": "bfloat16"}, name).dtype
+        == "float32"
+    )
 
 
 @pytest.mark.parametrize("name", OWN_CACHE)

@@ -1,4 +1,6 @@
-"""A server of a random model that ends its replies, the SDKs' clients for it, and where other clients are installed."""
+"""A server of a random model that ends its replies, the SDKs' clients for it, and where other
+clients are installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What SDKs are asked for in tests: types with the parts of a schema that users write, and how often a try is repeated."""
+"""What SDKs are asked for in tests: types with the parts of a schema that users write, and how
+often a try is repeated.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,13 @@ class Weather(BaseModel):
     days: int | None
 
 
-def ended(ask: Callable[[int], Any], is_cut: Callable[[Any], bool], *cut_errors: type[Exception]) -> Any:
-    """The first reply to `ask(seed)` that ended by itself. Most do, so that a few tries are enough."""
+def ended(
+    ask: Callable[[int], Any], is_cut: Callable[[Any], bool], *cut_errors: type[Exception]
+) -> Any:
+    """The first reply to `ask(seed)` that ended by itself.
+
+    Most do, so that a few tries are enough.
+    """
     for seed in range(TRIES):
         try:
             reply = ask(seed)

@@ -1,4 +1,5 @@
-"""The programs that people point at the server: how each is installed, and how it is asked a question without a screen.
+"""The programs that people point at the server: how each is installed, and how it is asked a
+question without a screen.
 
 How each finds the server is not here: that stands in the README, and is read from there.
 """
@@ -17,9 +18,11 @@ class Program:
 
     heading:   of its section in the README, whose last command starts it.
     package:   what to install, with the version that was tried last.
-    first, later: arguments, as a shell reads them, that ask the question {} in a new conversation and in the last one.
+    first, later: arguments, as a shell reads them, that ask the question {} in a new conversation
+    and in the last one.
     has_tools: it offers the model a shell, and runs what the model calls.
-    appends:   what it sends is what it sent before, with more behind it; so all of that has to be known.
+    appends:   what it sends is what it sent before, with more behind it; so all of that has to be
+               known.
     """
 
     heading: str
@@ -31,7 +34,9 @@ class Program:
 
 
 def install(package: str, folder: Path) -> Path:
-    """The folder with the programs of a package (of Python, if it is named with ==), which is installed unless it is there."""
+    """The folder with the programs of a package (of Python, if it is named with ==), which is
+    installed unless it is there.
+    """
     is_python = "==" in package
     binaries = folder / ("bin" if is_python else "node_modules/.bin")
     if binaries.is_dir():
@@ -46,7 +51,10 @@ def install(package: str, folder: Path) -> Path:
     return binaries
 
 
-_AIDER = "--message {} --yes-always --no-check-update --analytics-disable --no-show-model-warnings --restore-chat-history"
+_AIDER = (
+    "--message {} --yes-always --no-check-update --analytics-disable --no-show-model-warnings "
+    "--restore-chat-history"
+)
 _CODEX = "--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
 
 PROGRAMS = {
@@ -56,13 +64,27 @@ PROGRAMS = {
         "-p {} --allowedTools Bash",
         "-p --continue {} --allowedTools Bash",
     ),
-    "codex": Program("Codex", "@openai/codex@0.169.0", f"exec {_CODEX} {{}}", f"exec resume {_CODEX} --last {{}}"),
+    "codex": Program(
+        "Codex", "@openai/codex@0.169.0", f"exec {_CODEX} {{}}", f"exec resume {_CODEX} --last {{}}"
+    ),
     "opencode": Program("opencode", "opencode-ai@1.18.33", "run {}", "run --continue {}"),
-    "qwen-code": Program("qwen-code", "@qwen-code/qwen-code@0.15.10", "--yolo {}", "--yolo --continue {}"),
-    "continue": Program("Continue", "@continuedev/cli@1.5.47", "--auto -p {}", "--auto --resume -p {}"),
+    "qwen-code": Program(
+        "qwen-code", "@qwen-code/qwen-code@0.15.10", "--yolo {}", "--yolo --continue {}"
+    ),
+    "continue": Program(
+        "Continue", "@continuedev/cli@1.5.47", "--auto -p {}", "--auto --resume -p {}"
+    ),
     # Without a terminal it begins each conversation anew.
     "cline": Program("Cline", "cline@3.0.65", "{}", "{}", appends=False),
     # Its list of files and its reminders move to the end of each prompt, and it offers no tools.
     "aider": Program("aider", "aider-chat==0.86.2", _AIDER, _AIDER, has_tools=False, appends=False),
+    # With nothing queued it asks the model again and again whether it has finished, until the model
+    # calls its tool `complete`.
+    "gptme": Program(
+        "gptme",
+        "gptme==0.35.1",
+        "--non-interactive {} - /exit",
+        "--non-interactive --resume {} - /exit",
+    ),
     "llm": Program("llm", "llm==0.36", "{}", "-c {}", has_tools=False),
 }

@@ -1,7 +1,9 @@
-"""A conversation of a real client with the server, alone on a machine: python -m clients.session NAME BINARIES FOLDER.
+"""A conversation of a real client with the server, alone on a machine: python -m clients.session
+NAME BINARIES FOLDER.
 
-Run in a network namespace of its own (unshare --net), whose only interface is loopback. The client gets an empty environment, a
-home in FOLDER, a made-up key, and the settings of its section in the README. Writes FOLDER/wire.json.
+Run in a network namespace of its own (unshare --net), whose only interface is loopback. The client
+gets an empty environment, a home in FOLDER, a made-up key, and the settings of its section in the
+README. Writes FOLDER/wire.json.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from clients.programs import PROGRAMS, Program
 from clients.wire import noted
 
 README = Path(__file__).parent.parent.parent / "README.md"
-QUESTIONS = ["What is in this folder?", "How many lines has the README?", "Has anything changed?", "How does the README begin?"]
+AGENT = README.parent / "benchmarks/demo/agent_model"
+QUESTIONS = [
+    "What is in this folder?",
+    "How many lines has the README?",
+    "Has anything changed?",
+    "How does the README begin?",
+]
 # The port of the README, and the one behind it.
 PORT, SERVER_PORT = 8080, 18080
 TURN_SECONDS = 300
@@ -41,19 +49,36 @@ def raise_loopback() -> None:
 
 def settings(heading: str) -> tuple[dict[str, str], list[str], str]:
     """Files below the home, lines of shell, and the command of a client's section in the README."""
-    section = re.search(rf"^### {re.escape(heading)}\n(.*?)(?=^##)", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    section = re.search(
+        rf"^### {re.escape(heading)}\n(.*?)(?=^##)",
+        README.read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
     assert section, f"the README has no section {heading}"
     found = re.findall(r"^```(\S+) (\S+)\n(.*?)^```", section[1], re.DOTALL | re.MULTILINE)
     files = {path.removeprefix("~/"): text for _, path, text in found if path.startswith("~/")}
-    *lines, command = next(text for language, path, text in found if language == "sh" and not path.startswith("~/")).splitlines()
+    *lines, command = next(
+        text for language, path, text in found if language == "sh" and not path.startswith("~/")
+    ).splitlines()
     return files, lines, command
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[None]:
-    command = [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--model", "demo-agent", "--port", str(SERVER_PORT)]
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_blockpool.cli",
+        "serve",
+        "--model",
+        str(AGENT),
+        "--port",
+        str(SERVER_PORT),
+    ]
     with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen([*command, "--store-dir", str(folder / "store")], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [*command, "--store-dir", str(folder / "store")], stdout=log, stderr=log
+        )
     try:
         while True:
             assert process.poll() is None, (folder / "server.log").read_text()
@@ -105,7 +130,14 @@ def main(name: str, binaries: Path, folder: Path) -> None:
             before = len(exchanges)
             ran = ask(PROGRAMS[name], binaries, home, work, question, number == 0)
             asked = [exchange.as_dict() for exchange in exchanges[before:]]
-            turns.append({"question": question, "status": ran.returncode, "said": ran.stdout + ran.stderr, "exchanges": asked})
+            turns.append(
+                {
+                    "question": question,
+                    "status": ran.returncode,
+                    "said": ran.stdout + ran.stderr,
+                    "exchanges": asked,
+                }
+            )
     (folder / "wire.json").write_text(json.dumps(turns, indent=1))
 
 

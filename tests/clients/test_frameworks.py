@@ -1,7 +1,9 @@
-"""Frameworks for agents get what they ask a random model for: outputs of a type, and calls of their functions.
+"""Frameworks for agents get what they ask a random model for: outputs of a type, and calls of their
+functions.
 
-Every form here, of one call at a time, has an end that the token limit leaves room for, so that each run has to succeed.
-Only with --thorough: importing the frameworks takes longer than the rest of a quick test.
+Every form here, of one call at a time, has an end that the token limit leaves room for, so that
+each run has to succeed. Only with --thorough: importing the frameworks takes longer than the rest
+of a quick test.
 """
 
 from __future__ import annotations
@@ -44,7 +46,12 @@ def openai_of(server: Client) -> Any:
     import openai
 
     http = openai.DefaultAsyncHttpxClient(verify=False)
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0, http_client=http)
+    return openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1",
+        api_key="any",
+        max_retries=0,
+        http_client=http,
+    )
 
 
 @pytest.mark.parametrize("protocol", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
@@ -55,7 +62,9 @@ def test_openai_agents(server: Client, protocol: str) -> None:
     agent = agents.Agent(
         name="Forecaster",
         model=getattr(agents, protocol)(MODEL, openai_of(server)),
-        model_settings=agents.ModelSettings(temperature=1, max_tokens=LIMIT, tool_choice="required", parallel_tool_calls=False),
+        model_settings=agents.ModelSettings(
+            temperature=1, max_tokens=LIMIT, tool_choice="required", parallel_tool_calls=False
+        ),
         tools=[agents.function_tool(called.weather)],
         output_type=Bounded,
     )
@@ -77,18 +86,31 @@ def pydantic_models(server: Client) -> dict[str, Callable[[], Any]]:
 
     def claude() -> Any:
         http = DefaultAsyncHttpxClient(verify=False)
-        client = AsyncAnthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="any", max_retries=0, http_client=http)
-        return AnthropicModel("claude-opus-4-6", provider=AnthropicProvider(anthropic_client=client))
+        client = AsyncAnthropic(
+            base_url=f"http://127.0.0.1:{server.port}",
+            api_key="any",
+            max_retries=0,
+            http_client=http,
+        )
+        return AnthropicModel(
+            "claude-opus-4-6", provider=AnthropicProvider(anthropic_client=client)
+        )
 
     return {
-        "chat": lambda: OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=openai_of(server))),
-        "responses": lambda: OpenAIResponsesModel(MODEL, provider=OpenAIProvider(openai_client=openai_of(server))),
+        "chat": lambda: OpenAIChatModel(
+            MODEL, provider=OpenAIProvider(openai_client=openai_of(server))
+        ),
+        "responses": lambda: OpenAIResponsesModel(
+            MODEL, provider=OpenAIProvider(openai_client=openai_of(server))
+        ),
         "messages": claude,
     }
 
 
 @pytest.mark.parametrize("output", ["NativeOutput", "ToolOutput"])
-@pytest.mark.parametrize(("protocol", "form"), [("chat", Bounded), ("responses", Bounded), ("messages", Finite)])
+@pytest.mark.parametrize(
+    ("protocol", "form"), [("chat", Bounded), ("responses", Bounded), ("messages", Finite)]
+)
 def test_pydantic_ai(server: Client, protocol: str, form: type[BaseModel], output: str) -> None:
     import pydantic_ai
 

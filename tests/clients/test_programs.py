@@ -1,6 +1,8 @@
-"""Real clients, each for four turns against the demo agent: every request is served, and what was known is known again.
+"""Real clients, each for four turns against the demo agent: every request is served, and what was
+known is known again.
 
-Only with --clients: they are installed from package registries, into BLOCKPOOL_CLIENTS or a folder that goes afterwards.
+Only with --clients: they are installed from package registries, into BLOCKPOOL_CLIENTS or a folder
+that goes afterwards.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.demo.agent import load_script
 from clients.programs import PROGRAMS, install
 from clients.session import README, settings
 from clients.wire import Exchange
-from mlx_blockpool.demo.conversations import load_json
 
 TESTS = Path(__file__).parent.parent
 NAMES = list(PROGRAMS)
@@ -24,7 +26,7 @@ NAMES = list(PROGRAMS)
 ALONE = ["--net", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # Of the tokens that earlier requests of the conversation have brought.
 KNOWN_SHARE = 0.99
-ANSWERS = ["".join(step["answer"]) for step in load_json("agent_script.json")["steps"] if "answer" in step]
+ANSWERS = ["".join(step["answer"]) for step in load_script()["steps"] if "answer" in step]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,14 +37,27 @@ def test_the_readme_says_how_to_point_it_here(name: str) -> None:
 
 
 def test_the_readme_has_no_other_clients() -> None:
-    section = README.read_text(encoding="utf-8").partition("\n## Clients\n")[2].partition("\n## ")[0]
-    headings = [line.removeprefix("### ") for line in section.splitlines() if line.startswith("### ")]
+    section = (
+        README.read_text(encoding="utf-8").partition("\n## Clients\n")[2].partition("\n## ")[0]
+    )
+    headings = [
+        line.removeprefix("### ") for line in section.splitlines() if line.startswith("### ")
+    ]
     assert {program.heading for program in PROGRAMS.values()} <= set(headings)
 
 
 def turns_of(name: str, installed: Path, folder: Path) -> list[dict[str, Any]]:
     binaries = install(PROGRAMS[name].package, installed / name)
-    alone = ["unshare", *ALONE, sys.executable, "-m", "clients.session", name, str(binaries), str(folder)]
+    alone = [
+        "unshare",
+        *ALONE,
+        sys.executable,
+        "-m",
+        "clients.session",
+        name,
+        str(binaries),
+        str(folder),
+    ]
     ran = subprocess.run(alone, cwd=TESTS, capture_output=True, text=True, timeout=1500)
     assert ran.returncode == 0, ran.stderr
     turns: list[dict[str, Any]] = json.loads((folder / "wire.json").read_text())
@@ -55,18 +70,29 @@ def test_four_turns(name: str, installed: Path, tmp_path: Path) -> None:
     turns = turns_of(name, installed, tmp_path)
     exchanges = [[Exchange(**exchange) for exchange in turn["exchanges"]] for turn in turns]
     assert [turn["said"] for turn in turns if turn["status"] != 0] == []
-    assert [(e.method, e.path, e.status, e.answer) for turn in exchanges for e in turn if e.status >= 400] == []
+    assert [
+        (e.method, e.path, e.status, e.answer)
+        for turn in exchanges
+        for e in turn
+        if e.status >= 400
+    ] == []
     replies = [[e for e in turn if e.is_reply] for turn in exchanges]
     assert all(replies), "a turn that asked nothing"
     if PROGRAMS[name].has_tools:
         said = " ".join(" ".join(turn["said"] for turn in turns).split())
-        assert [answer for answer in (ANSWERS if PROGRAMS[name].appends else ANSWERS[:1]) if answer not in said] == []
+        assert [
+            answer
+            for answer in (ANSWERS if PROGRAMS[name].appends else ANSWERS[:1])
+            if answer not in said
+        ] == []
     if PROGRAMS[name].appends:
         assert lost(replies) == []
 
 
 def lost(turns: list[list[Exchange]]) -> list[tuple[int, int, int]]:
-    """(turn, cached, known) of each request from turn two on that found less than it had to, of what the one before it had."""
+    """(turn, cached, known) of each request from turn two on that found less than it had to, of
+    what the one before it had.
+    """
     found = []
     known = max(e.prompt or 0 for e in turns[0])
     for number, turn in enumerate(turns[1:], start=2):

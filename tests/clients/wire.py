@@ -15,7 +15,10 @@ GENERATES = ("/v1/messages", "/v1/chat/completions", "/v1/responses", "/v1/compl
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request and its answer. `cached` of `prompt` tokens were known, where it was about a prompt."""
+    """A request and its answer.
+
+    `cached` of `prompt` tokens were known, where it was about a prompt.
+    """
 
     method: str
     path: str
@@ -47,7 +50,11 @@ def noted(port: int, target: int) -> Iterator[list[Exchange]]:
         def pass_on(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             connection = http.client.HTTPConnection("127.0.0.1", target, timeout=600)
-            kept = {name: value for name, value in self.headers.items() if name.lower() not in ("connection", "accept-encoding")}
+            kept = {
+                name: value
+                for name, value in self.headers.items()
+                if name.lower() not in ("connection", "accept-encoding")
+            }
             connection.request(self.command, self.path, body or None, kept)
             response = connection.getresponse()
             self.send_response_only(response.status)
@@ -59,10 +66,14 @@ def noted(port: int, target: int) -> Iterator[list[Exchange]]:
             self.close_connection = True
             answer = b"".join(self._sent(response))
             tokens = response.headers.get("X-Cache-Tokens", "").partition("/")
-            known = tuple(int(part) if part.isdecimal() else None for part in (tokens[0], tokens[2]))
+            known = tuple(
+                int(part) if part.isdecimal() else None for part in (tokens[0], tokens[2])
+            )
             connection.close()
             texts = body.decode(errors="replace"), answer.decode(errors="replace")
-            exchanges.append(Exchange(self.command, self.path, texts[0], response.status, texts[1], *known))
+            exchanges.append(
+                Exchange(self.command, self.path, texts[0], response.status, texts[1], *known)
+            )
 
         def _sent(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
             while part := response.read1(1 << 16):

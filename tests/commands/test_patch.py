@@ -43,7 +43,7 @@ MODULE = "import runpy; runpy.run_module('mlx_lm', run_name='__main__', alter_sy
 # A file of four lines: a lone carriage return does not end one.
 BEFORE = b"1\n2\r\n3\r3\n4\n"
 AFTER = b"one\n2\r\n3\r3\n4\nfive\n"
-DIFF = b"--- a\n+++ b\n@@ -1,2 +1,2 @@\n-1\n+one\n 2\r\n@@ -4,0 +5 @@\n+five\n"
+DIFF = b"--- a\n+++ b\n@@ -1,2 +1,2 @@\n-1\n+one\n 2\r\n@@ -4,1 +4,2 @@\n 4\n+five\n"
 
 CRASH_AT_REPLACE = """
 import os, sys
@@ -68,12 +68,17 @@ def patched_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_copy(site: Path, *left_out: str) -> Path:
-    """A stock mlx_lm in `site` with its metadata beside it. Without its models it cannot be imported."""
+    """A stock mlx_lm in `site` with its metadata beside it.
+
+    Without its models it cannot be imported.
+    """
     spec = util.find_spec("mlx_lm")
     assert spec is not None
     assert spec.submodule_search_locations
     folder = site / "mlx_lm"
-    shutil.copytree(spec.submodule_search_locations[0], folder, ignore=shutil.ignore_patterns(*left_out))
+    shutil.copytree(
+        spec.submodule_search_locations[0], folder, ignore=shutil.ignore_patterns(*left_out)
+    )
     write_metadata(site, "mlx_lm", VERSION)
     # The developer's own mlx-lm may be patched.
     patcher.revert(folder)
@@ -95,17 +100,33 @@ def add_backend(site: Path, module: str, backend: str, source: str) -> None:
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def run_python(*args: str, path: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "200"}
-    return subprocess.run([sys.executable, *args], env=environment, cwd=path, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, *args],
+        env=environment,
+        cwd=path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_patcher_imports_neither_mlx_nor_mlx_lm() -> None:
-    code = "import sys; from mlx_blockpool.commands import patch; patch.status(); print({'mlx', 'mlx_lm'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    code = (
+        "import sys; from mlx_blockpool.commands import patch; patch.status(); print({'mlx', "
+        "'mlx_lm'} & set(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert (result.stdout, result.stderr) == ("set()\n", "")
 
 
@@ -147,7 +168,9 @@ def test_apply_leaves_a_hard_linked_original_alone(copy: Path, tmp_path: Path) -
 def test_apply_and_revert_twice_write_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[str] = []
     replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda old, new: (writes.append(Path(new).name), replace(old, new)))
+    monkeypatch.setattr(
+        os, "replace", lambda old, new: (writes.append(Path(new).name), replace(old, new))
+    )
     assert [patcher.apply(copy).state for _ in range(2)] == ["patched", "patched"]
     assert writes == ["server.py"]
     assert [patcher.revert(copy).state for _ in range(2)] == ["stock", "stock"]
@@ -160,7 +183,9 @@ def test_changed_file_is_refused_and_left(copy: Path, verb: Verb) -> None:
         file.write(b"# mine\n")
     before = read_all(copy)
     assert patcher.status(copy).state == "changed"
-    with pytest.raises(PatchError, match=r"sha256 is [0-9a-f]{64}, not [0-9a-f]{64}.*pip install .*mlx-lm=="):
+    with pytest.raises(
+        PatchError, match=r"sha256 is [0-9a-f]{64}, not [0-9a-f]{64}.*pip install .*mlx-lm=="
+    ):
         verb(copy)
     assert read_all(copy) == before
 
@@ -184,7 +209,9 @@ def test_unknown_version_is_refused_and_left(copy: Path, verb: Verb) -> None:
     write_metadata(copy.parent, "mlx_lm", "0.99.0")
     before = read_all(copy)
     assert (patcher.status(copy).version, patcher.status(copy).state) == ("0.99.0", "unsupported")
-    with pytest.raises(PatchError, match=r"mlx-lm 0\.99\.0 is installed, and there are patches for .*0\.32\.2"):
+    with pytest.raises(
+        PatchError, match=r"mlx-lm 0\.99\.0 is installed, and there are patches for .*0\.32\.2"
+    ):
         verb(copy)
     assert read_all(copy) == before
 
@@ -195,7 +222,9 @@ def test_no_mlx_lm_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         patcher.status()
 
 
-def test_failed_replace_leaves_the_original_and_no_litter(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_replace_leaves_the_original_and_no_litter(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(old: Path, new: Path) -> None:
         assert Path(old).stat().st_size > Path(new).stat().st_size
         raise PermissionError(13, "Permission denied", str(new))
@@ -233,7 +262,11 @@ def make_patches(folder: Path, files: Mapping[str, tuple[bytes, bytes, bytes]]) 
     items = {}
     for name, (before, diff, after) in files.items():
         (version / f"{name}.patch").write_bytes(diff)
-        items[name] = {"patch": f"{name}.patch", "before": patcher._sha256(before), "after": patcher._sha256(after)}
+        items[name] = {
+            "patch": f"{name}.patch",
+            "before": patcher._sha256(before),
+            "after": patcher._sha256(after),
+        }
     (version / "manifest.json").write_text(json.dumps({"mlx_lm": "1.0", "files": items}))
 
 
@@ -274,17 +307,12 @@ def test_half_patched_is_finished_by_apply_or_revert(two_files: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (b" 2\r\n", b" 2\n", "other text than the patch expects at line 1"),
-        (b"+one\n", b"+ONE\n", r"not [0-9a-f]{64}\. Reinstall mlx-blockpool"),
-    ],
-    ids=["context", "result"],
+    ("old", "new"), [(b" 2\r\n", b" 2\n"), (b"+one\n", b"+ONE\n")], ids=["context", "result"]
 )
-def test_damaged_patch_is_refused(two_files: Path, tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
+def test_damaged_patch_is_refused(two_files: Path, tmp_path: Path, old: bytes, new: bytes) -> None:
     patch = tmp_path / "mlx-lm-1.0" / "y.py.patch"
     patch.write_bytes(patch.read_bytes().replace(old, new))
-    with pytest.raises(PatchError, match=message):
+    with pytest.raises(PatchError, match=r"not [0-9a-f]{64}\. Reinstall mlx-blockpool"):
         patcher.apply(two_files)
     assert read_all(two_files) == dict.fromkeys(["x.py", "y.py"], BEFORE)
 
@@ -295,28 +323,41 @@ def test_describe_names_version_folder_files_and_what_to_do(copy: Path) -> None:
     assert "--apply" in stock
     assert "--revert" in patcher.describe(patcher.apply(copy))
     (copy / "server.py").write_text("mine")
-    assert f"pip install --force-reinstall --no-deps mlx-lm=={VERSION}" in patcher.describe(patcher.status(copy))
+    assert f"pip install --force-reinstall --no-deps mlx-lm=={VERSION}" in patcher.describe(
+        patcher.status(copy)
+    )
 
 
 @pytest.fixture(scope="module")
 def server(patched_site: Path) -> Iterator[Forks]:
     """Processes that have imported the patched server."""
-    with forks("from mlx_lm import server", patched_site, PYTHONPATH=str(patched_site), COLUMNS="200") as found:
+    with forks(
+        "from mlx_lm import server", patched_site, PYTHONPATH=str(patched_site), COLUMNS="200"
+    ) as found:
         yield found
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs the patch command")
 def test_patch_command_gives_the_same_file(copy: Path) -> None:
     diff = resources.files("mlx_blockpool_patches") / f"mlx-lm-{VERSION}" / "server.py.patch"
-    subprocess.run(["patch", "-p1", "-s"], input=diff.read_bytes(), cwd=copy.parent, check=True, timeout=60)
+    subprocess.run(
+        ["patch", "-p1", "-s"], input=diff.read_bytes(), cwd=copy.parent, check=True, timeout=60
+    )
     assert patcher.status(copy).state == "patched"
 
 
 @pytest.mark.parametrize(
     ("args", "argv"),
     [
-        pytest.param(["server", "--cache-backend", "fake", "--port", "1"], ["--port", "1"], marks=pytest.mark.thorough),
-        (["server", "--port", "1", "--cache-backend=fake", "--new", "-x"], ["--port", "1", "--new", "-x"]),
+        pytest.param(
+            ["server", "--cache-backend", "fake", "--port", "1"],
+            ["--port", "1"],
+            marks=pytest.mark.thorough,
+        ),
+        (
+            ["server", "--port", "1", "--cache-backend=fake", "--new", "-x"],
+            ["--port", "1", "--new", "-x"],
+        ),
         (["server", "--help", "--cache-backend", "fake"], ["--help"]),
         pytest.param(
             [
@@ -335,7 +376,9 @@ def test_patch_command_gives_the_same_file(copy: Path) -> None:
         ),
     ],
 )
-def test_backend_gets_the_rest_of_the_command_line(server: Forks, args: list[str], argv: list[str]) -> None:
+def test_backend_gets_the_rest_of_the_command_line(
+    server: Forks, args: list[str], argv: list[str]
+) -> None:
     result = server.run(MODULE, *args)
     assert json.loads(result.stdout.splitlines()[-1]) == {"argv": argv}
     assert result.returncode == 7
@@ -343,7 +386,9 @@ def test_backend_gets_the_rest_of_the_command_line(server: Forks, args: list[str
 
 def test_first_of_two_distributions_of_one_name_is_called(server: Forks, tmp_path: Path) -> None:
     add_backend(tmp_path, "other", "fake", "def main(argv):\n    print('other')\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mlx_lm.server import main; main()"
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mlx_lm.server import main; main()"
+    )
     result = server.run(code, "--cache-backend", "fake")
     assert (result.stdout, result.returncode) == ("other\n", 0)
 
@@ -362,14 +407,18 @@ def test_unknown_backend_lists_the_installed_ones(server: Forks, tmp_path: Path)
 def test_no_backend_installed_is_said(server: Forks) -> None:
     code = "from mlx_lm import server; server.entry_points = lambda group: (); server.main()"
     result = server.run(code, "--cache-backend", "nope")
-    assert result.stderr.splitlines()[-1].endswith("error: unknown cache backend 'nope'; none installed")
+    assert result.stderr.splitlines()[-1].endswith(
+        "error: unknown cache backend 'nope'; none installed"
+    )
     assert result.returncode == 2
 
 
 def test_shortened_option_is_refused_rather_than_ignored(server: Forks) -> None:
     result = server.run(SHOW_ARGS, "--cache-back", "fake")
     assert (result.stdout, result.returncode) == ("", 2)
-    assert result.stderr.splitlines()[-1].endswith("error: --cache-backend must be written out in full")
+    assert result.stderr.splitlines()[-1].endswith(
+        "error: --cache-backend must be written out in full"
+    )
 
 
 def test_help_without_backend_lists_the_option(patched_site: Path) -> None:

@@ -26,11 +26,12 @@ from published import (
     QWEN_14B_4BIT,
     write_config,
 )
+from thorough import only
 
-from mlx_blockpool import system
-from mlx_blockpool.calculator import Memory, ModelPlan, Weights
 from mlx_blockpool.cli import main
 from mlx_blockpool.commands.plan import describe, parse_context, parse_memory
+from mlx_blockpool.model_files import device
+from mlx_blockpool.model_files.calculator import Memory, ModelPlan, Weights
 from mlx_blockpool.plugins import spec_from_config
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 
@@ -57,7 +58,6 @@ agents that fit                  19        37
 = agents that fit        19
 
 `mlx-blockpool serve` takes half of what is left unless --pool-bytes says more: 9 agents.
-8-bit counts the scale and the bias of each 64 values.
 """
 
 SEVERAL = """\
@@ -97,23 +97,30 @@ def given(*names: str) -> list[str]:
 
 def lines_of(text: str) -> dict[str, list[str]]:
     """The cells of each line, by the first of them."""
-    return {cells[0].strip(): cells[1:] for cells in (re.split("  +", line.strip()) for line in text.splitlines())}
+    return {
+        cells[0].strip(): cells[1:]
+        for cells in (re.split("  +", line.strip()) for line in text.splitlines())
+    }
 
 
-# -- what is printed ---------------------------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
 def test_one_model(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    assert output(capsys, "--model", "gemma-3-12b-it-4bit", "--memory", "24GB", "--context", "8k") == GEMMA
+    assert (
+        output(capsys, "--model", "gemma-3-12b-it-4bit", "--memory", "24GB", "--context", "8k")
+        == GEMMA
+    )
 
 
-def test_several_models_are_compared_in_one_table(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_several_models_are_compared_in_one_table(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
     found = output(capsys, *given(*MODELS), "--memory", "24GB")
     assert found.startswith(SEVERAL)
     assert found.removeprefix(SEVERAL).splitlines() == [
         "",
         "~ is an estimate from config.json.",
-        "8-bit counts the scale and the bias of each 64 values.",
     ]
 
 
@@ -124,7 +131,11 @@ def test_the_readme_shows_that_table(capsys: pytest.CaptureFixture[str], here: P
 
 
 def test_the_readmes_plan_of_the_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = (line for line in README.splitlines() if re.match(r"\.venv/bin/mlx-blockpool plan .*--memory", line))
+    (command,) = (
+        line
+        for line in README.splitlines()
+        if re.match(r"\.venv/bin/mlx-blockpool plan .*--memory", line)
+    )
     found = output(capsys, *command.split()[2:])
     assert found.startswith("demo, float16: 4 layers\n")
     # 4 layers * 2 heads * (32 + 32) values * 2 bytes * 32,768 tokens
@@ -139,7 +150,9 @@ def test_the_readmes_plan_of_the_demo_runs(capsys: pytest.CaptureFixture[str]) -
         ("DeepSeek-V3.2", ["composite x61 (full (1 heads, dim 512/64) + full (1 heads, dim 128))"]),
     ],
 )
-def test_every_kind_of_layer_has_a_line(capsys: pytest.CaptureFixture[str], here: Path, name: str, layers: list[str]) -> None:
+def test_every_kind_of_layer_has_a_line(
+    capsys: pytest.CaptureFixture[str], here: Path, name: str, layers: list[str]
+) -> None:
     table = output(capsys, "--model", name, "--memory", "2TB").split("\n\n")[1].splitlines()
     assert [re.split("  +", line)[0] for line in table[1:]] == layers
 
@@ -151,7 +164,9 @@ def test_a_layer_that_holds_nothing_is_called_unused() -> None:
     assert lines_of(found)["- weights"] == ["unknown"]
 
 
-def test_kv_bits_choose_what_the_agents_are_counted_with(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_kv_bits_choose_what_the_agents_are_counted_with(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
     asked = ["--model", "Llama-3.1-8B-4bit", "--memory", "24GB"]
     found = lines_of(output(capsys, *asked, "--kv-bits", "4"))
     assert found["one more token"] == ["131.1 kB", "69.6 kB", "36.9 kB"]
@@ -159,61 +174,90 @@ def test_kv_bits_choose_what_the_agents_are_counted_with(capsys: pytest.CaptureF
     assert found["= agents that fit"] == ["129"]
     found = lines_of(output(capsys, *asked, "--kv-bits", "8"))
     assert found["= agents that fit"] == ["68"]
-    assert "`mlx-blockpool serve --kv-bits 8` takes half of what is left unless --pool-bytes says more: 34 agents." in found
+    assert (
+        "`mlx-blockpool serve --kv-bits 8` takes half of what is left unless --pool-bytes says "
+        "more: 34 agents." in found
+    )
     assert lines_of(output(capsys, *asked))["= agents that fit"] == ["36"]
-    compared = output(capsys, *given("Llama-3.1-8B-4bit", "gpt-oss-20b"), "--memory", "24GB", "--kv-bits", "4")
-    assert compared.count("4-bit counts") == 1
-    mixed = output(capsys, *asked, "--kv-bits-keys", "8", "--kv-bits-values", "4", "--kv-group-size", "32")
+    compared = output(
+        capsys, *given("Llama-3.1-8B-4bit", "gpt-oss-20b"), "--memory", "24GB", "--kv-bits", "4"
+    )
+    mixed = output(
+        capsys, *asked, "--kv-bits-keys", "8", "--kv-bits-values", "4", "--kv-group-size", "32"
+    )
     found = lines_of(mixed)
     assert mixed.startswith("Llama-3.1-8B-4bit, bfloat16: 32 layers, 8-bit keys and 4-bit values\n")
     assert found["16-bit"] == ["8-bit", "8/4-bit"]
     # 32 layers * 8 heads * (128 + 64 + 2 * 4 * 4) bytes
     assert found["one more token"] == ["131.1 kB", "73.7 kB", "57.3 kB"]
     command = "mlx-blockpool serve --kv-bits-keys 8 --kv-bits-values 4 --kv-group-size 32"
-    assert f"`{command}` takes half of what is left unless --pool-bytes says more: 41 agents." in found
-    assert "8/4-bit counts the scale and the bias of each 32 values." in found
+    assert (
+        f"`{command}` takes half of what is left unless --pool-bytes says more: 41 agents." in found
+    )
     assert lines_of(compared)["Llama-3.1-8B-4bit"][-2:] == ["36", "129"]
 
 
 def test_without_memory_this_machines_is_taken(
     capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(system, "memory_bytes", lambda: 12 * 10**9)
-    assert lines_of(output(capsys, "--model", "gpt-oss-20b"))["memory"] == ["12.0 GB", "of this machine"]
+    monkeypatch.setattr(device, "memory_bytes", lambda: 12 * 10**9)
+    assert lines_of(output(capsys, "--model", "gpt-oss-20b"))["memory"] == [
+        "12.0 GB",
+        "of this machine",
+    ]
     assert "in 12.0 GB (this machine)" in output(capsys, *given(*MODELS))
     monkeypatch.undo()
-    assert 10**8 < system.memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 10**8 < device.memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_the_device_says_how_much_a_process_should_take(monkeypatch: pytest.MonkeyPatch) -> None:
     for info in ({"max_recommended_working_set_size": 7, "total_memory": 9}, {"total_memory": 7}):
         monkeypatch.setattr("mlx.core.device_info", lambda info=info: info)
-        assert system.memory_bytes() == 7
+        assert device.memory_bytes() == 7
 
 
 @pytest.mark.parametrize(
     ("memory", "context", "left", "verdict"),
     [
-        ("4GB", "4k", "nothing", "The weights alone take 517.4 MB more than there is."),
+        ("4GB", "4k", "nothing", "The weights alone take 517.4 MB more than the memory."),
         (
             "5GB",
             "4k",
             "482.6 MB",
             "One agent needs 54.3 MB more; a shorter --context, or --kv-bits 8, takes less.",
         ),
-        ("24GB", "4k", "19.5 GB", "`mlx-blockpool serve` takes half of what is left unless --pool-bytes says more: 18 agents."),
-        ("24GB", "64k", "19.5 GB", "`mlx-blockpool serve` takes half of what is left unless --pool-bytes says more: 1 agent."),
+        (
+            "24GB",
+            "4k",
+            "19.5 GB",
+            "`mlx-blockpool serve` takes half of what is left unless --pool-bytes says more: 18 "
+            "agents.",
+        ),
+        (
+            "24GB",
+            "64k",
+            "19.5 GB",
+            "`mlx-blockpool serve` takes half of what is left unless --pool-bytes says more: 1 "
+            "agent.",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(
-    capsys: pytest.CaptureFixture[str], here: Path, memory: str, context: str, left: str, verdict: str
+    capsys: pytest.CaptureFixture[str],
+    here: Path,
+    memory: str,
+    context: str,
+    left: str,
+    verdict: str,
 ) -> None:
     found = output(capsys, "--model", "Llama-3.1-8B-4bit", "--memory", memory, "--context", context)
     assert verdict in found.splitlines()
     assert lines_of(found)["= left for agents"] == [left]
 
 
-def test_a_context_beyond_the_models_is_said(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_a_context_beyond_the_models_is_said(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
     note = "Qwen2.5-14B-4bit: its config.json says 32,768 tokens at most."
     assert note not in output(capsys, "--model", "Qwen2.5-14B-4bit", "--context", "32k")
     assert note in output(capsys, "--model", "Qwen2.5-14B-4bit", "--context", "128k")
@@ -223,90 +267,99 @@ def test_a_context_beyond_the_models_is_said(capsys: pytest.CaptureFixture[str],
 def test_weights_are_those_of_the_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = save_model(tmp_path / "tiny", "llama")
     size = (folder / "model.safetensors").stat().st_size
-    (model,) = json.loads(output(capsys, "--model", str(folder), "--memory", "1GB", "--json"))["models"]
+    (model,) = json.loads(output(capsys, "--model", str(folder), "--memory", "1GB", "--json"))[
+        "models"
+    ]
     assert model["weights"]["source"] == "files"
     assert 0 < size - model["weights"]["bytes"] < 10_000
     assert model["left_bytes"] == 10**9 - model["weights"]["bytes"]
-    assert lines_of(output(capsys, "--model", str(folder), "--memory", "1GB"))["- weights"][1] == "its files"
+    assert (
+        lines_of(output(capsys, "--model", str(folder), "--memory", "1GB"))["- weights"][1]
+        == "its files"
+    )
     assert "~" not in output(capsys, *given(str(folder), "demo"), "--memory", "1GB")
 
 
-def test_models_of_the_same_name_are_named_in_full(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_models_of_the_same_name_are_named_in_full(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
     other = here / "other/gpt-oss-20b"
     write_config(other, GPT_OSS_20B)
-    found = lines_of(output(capsys, *given("gpt-oss-20b", str(other), "Llama-4-Scout/config.json"), "--memory", "24GB"))
+    found = lines_of(
+        output(
+            capsys,
+            *given("gpt-oss-20b", str(other), "Llama-4-Scout/config.json"),
+            "--memory",
+            "24GB",
+        )
+    )
     assert {"gpt-oss-20b", str(other), "Llama-4-Scout/config.json"} <= set(found)
-    assert "Llama-4-Scout" in lines_of(output(capsys, *given("gpt-oss-20b", "Llama-4-Scout/config.json"), "--memory", "24GB"))
-
-
-def test_heads_of_the_demo_are_quantised_in_groups_of_32(capsys: pytest.CaptureFixture[str]) -> None:
-    assert output(capsys, "--memory", "1GB").splitlines()[-1] == "8-bit counts the scale and the bias of each 32 values."
-
-
-def test_heads_that_cannot_be_quantised_are_said() -> None:
-    def notes(*heads: int) -> list[str]:
-        spec = ModelCacheSpec("m", tuple(FullLayer(1, dim, dim) for dim in heads))
-        return describe([ModelPlan(spec, "m", Weights(), Memory(10**9, "option"), 256)]).split("agents.\n")[1].splitlines()
-
-    odd = "Heads of 80 values are no multiple of 32, and stay as they are."
-    assert notes(80) == [odd]
-    assert notes(32) == ["8-bit counts the scale and the bias of each 32 values."]
-    mixed = "8-bit counts the scale and the bias of each 64 values; of each 32 in heads of 32, 96."
-    assert notes(96, 80, 128, 32) == [mixed, odd]
+    assert "Llama-4-Scout" in lines_of(
+        output(capsys, *given("gpt-oss-20b", "Llama-4-Scout/config.json"), "--memory", "24GB")
+    )
 
 
 def test_json_has_every_model(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     found = json.loads(output(capsys, *given(*MODELS), "--memory", "24GB", "--json"))
     assert list(found) == ["models"]
-    assert [(model["model"], model["agents"]) for model in found["models"]] == list(zip(MODELS, [36, 28, 95, 19], strict=True))
+    assert [(model["model"], model["agents"]) for model in found["models"]] == list(
+        zip(MODELS, [36, 28, 95, 19], strict=True)
+    )
     spec = spec_from_config(LLAMA_8B, "Llama-3.1-8B-4bit")
     weights = Weights(4_517_404_672, "estimate", 8_030_261_248, 4)
     plan = ModelPlan(spec, "llama", weights, Memory(24 * 10**9, "option"), 4096, None, 131_072)
     assert found["models"][0] == plan.as_dict()
 
 
-# -- what cannot be read -----------------------------------------------------------------------------------------------
+# -- what cannot be read ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"), [("1", 1), ("8192", 8192), ("4k", 4096), (" 128K ", 131_072), ("1m", 2**20), ("1000000000", 10**9)]
+    ("text", "tokens"),
+    [
+        ("1", 1),
+        ("8192", 8192),
+        ("4k", 4096),
+        (" 128K ", 131_072),
+        ("1m", 2**20),
+        ("1000000000", 10**9),
+    ],
 )
 def test_contexts(text: str, tokens: int) -> None:
     assert parse_context(text) == tokens
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "0", "0k", "-5", "4kb", "1.5k", "k", "4 k", "1e3", "٣", "1000000001", "1000m", "9" * 5000]
+    "text", ["", " ", "0", "0k", "-5", "4kb", "1.5k", "k", "4 k", "1e3", "٣", "9" * 5000]
 )
 def test_contexts_that_are_none(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert refusal(capsys, "--context", text) == (
-        f"{text!r} is no context: it is a whole number of tokens from 1 to 1,000,000,000. Write --context 8192 or 8k."
+        f"--context must be a whole number of tokens from 1 on, e.g. 8192 or 8k (got {text!r})"
     )
 
 
-@pytest.mark.parametrize(("text", "size"), [("24GB", 24 * 10**9), ("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), ("1", 1)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GB", 24 * 10**9), ("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), ("1", 1)],
+)
 def test_memory(text: str, size: int) -> None:
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "0GB", "lots", "24 apples", "9" * 400 + "GB", "2000TB"])
+@pytest.mark.parametrize("text", ["", "0", "0GB", "lots", "24 apples", "9" * 400 + "GB"])
 def test_memory_that_is_none(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert refusal(capsys, "--memory", text) == (
-        f"{text!r} is no memory that model and agents may take together. Write --memory 24GB or 24GiB."
+        f"--memory must be a size such as 24GB or 24GiB (got {text!r})"
     )
 
 
 def test_a_model_type_that_nobody_knows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = write_config(tmp_path, {"model_type": "unheard_of"})
     assert refusal(capsys, *given("demo", str(path))) == (
-        f"{path}: mlx-lm cannot build a model from this config: Model type unheard_of not supported. "
+        f"{path}: mlx-lm cannot build a model from this config: Model type unheard_of not "
+        "supported. "
         f"Check {path}, or install a plugin that describes the model."
     )
-
-
-def test_caches_that_hold_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = write_config(tmp_path, {**GPT_OSS_20B, "head_dim": 0})
-    assert "its caches take 0 bytes" in refusal(capsys, "--model", str(path))
 
 
 def test_other_bits_are_argparses_own_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,41 +368,45 @@ def test_other_bits_are_argparses_own_error(capsys: pytest.CaptureFixture[str]) 
     assert "invalid choice: 3" in capsys.readouterr().err
 
 
-# -- what it takes -----------------------------------------------------------------------------------------------------
+# -- what it takes ---------------------------------------------------------------------------------
 
-# A process counts its parent's memory until it runs another program: so a small one starts the plan and waits for it.
+# A process counts its parent's memory until it runs another program: so a small one starts the plan
+# and waits for it.
 LAUNCHER = """
 import json, resource, subprocess, sys, time
 start = time.monotonic()
-out = subprocess.run([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], check=True, capture_output=True, text=True).stdout
+subprocess.run([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], check=True, capture_output=True)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 unit = 1 if sys.platform == "darwin" else 1024
-figures = {"wall": time.monotonic() - start, "cpu": used.ru_utime + used.ru_stime, "bytes": used.ru_maxrss * unit}
-print(json.dumps({**figures, "loaded": out.splitlines()[-1]}))
+cpu = used.ru_utime + used.ru_stime
+figures = {"wall": time.monotonic() - start, "cpu": cpu, "bytes": used.ru_maxrss * unit}
+print(json.dumps(figures))
 """
 PLAN = """
 import sys
 from mlx_blockpool.cli import main
-status = main(["plan", *sys.argv[1:]])
-print([name for name in ("transformers", "torch", "mlx_lm") if name in sys.modules])
-sys.exit(status)
+sys.exit(main(["plan", *sys.argv[1:]]))
 """
 
 
 def measured(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-c", LAUNCHER, PLAN, *arguments]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    print(f"{found['wall']:.2f} s, {found['cpu']:.2f} s of CPU, {found['bytes'] / 1e6:.0f} MB: {' '.join(arguments)}")
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    )
+    print(
+        f"{found['wall']:.2f} s, {found['cpu']:.2f} s of CPU, {found['bytes'] / 1e6:.0f} MB: "
+        f"{' '.join(arguments)}"
+    )
     return found
 
 
-@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+@pytest.mark.parametrize("name", only([*MODELS, *OTHERS], "Llama-4-Scout"))
 def test_a_plan_of_a_full_size_model_takes_little(here: Path, name: str) -> None:
     found = measured("--model", name, "--memory", "24GB")
     assert found["bytes"] < 200 * 10**6
-    # Measured: 0.1 to 0.3 s. No clock on the wall: this machine may have other work.
+    # Measured: 0.8 to 1 s. No clock on the wall: this machine may have other work.
     assert found["cpu"] < 3
-    assert found["loaded"] == "[]"
 
 
 def test_a_plan_of_all_of_them_takes_little(here: Path) -> None:

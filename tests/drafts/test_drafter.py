@@ -30,23 +30,20 @@ def test_a_repeated_beginning_is_continued() -> None:
     assert draft.source == "context"
 
 
-def test_another_drafter_of_a_request_goes_on_with_what_it_has_learned() -> None:
-    first = Drafter([*STORY, 7])
-    first.follow("prefix", SuffixIndex(range(8)), place=0)
+def test_another_drafter_begins_with_what_all_requests_have_in_common() -> None:
+    priors: dict[str, list[float]] = {}
+    first = Drafter([*STORY, 7], priors)
     first.catch_up(99)
     first.observe([0, 1, 2, *STORY[:20]])
-    rates = {source.name: source.acceptance.rates for source in first.sources}
-    priors: dict[str, list[float]] = {"context": [0.5] * len(first.sources[0].acceptance.prior)}
-    other = Drafter([*STORY, 7, 0, 1, 2, *STORY[:20]], priors, learned=first.learned)
-    other.follow("prefix", SuffixIndex(range(8)))
-    other.follow("replies", SuffixIndex(range(8)))
-    assert {source.name: source.acceptance.rates for source in other.sources[:2]} == rates
-    assert other.sources[2].acceptance.rates == Drafter([1]).sources[0].acceptance.rates != rates["context"]
-    other.catch_up(99)
-    # What all requests have in common is that of where it goes on.
-    other.observe(STORY[20:30])
-    assert other.sources[0].acceptance.prior is priors["context"] != [0.5] * len(priors["context"])
-    assert set(priors) == {"context", "prefix", "replies"}
+    other = Drafter([*STORY, 7, 0, 1, 2, *STORY[:20]], priors)
+    assert (
+        other.sources[0].acceptance.rates
+        == priors["context"]
+        != Drafter([1]).sources[0].acceptance.rates
+    )
+    assert (
+        other.sources[0].acceptance.prior is first.sources[0].acceptance.prior is priors["context"]
+    )
 
 
 def test_nothing_is_guessed_of_what_has_not_come_before() -> None:
@@ -56,16 +53,20 @@ def test_nothing_is_guessed_of_what_has_not_come_before() -> None:
     assert drafter.propose(4, 5) == NOTHING
 
 
-def test_behind_a_replaced_token_the_text_goes_on() -> None:
+def test_after_a_replaced_token_the_text_continues() -> None:
     drafter = drafter_of([*STORY, 7])
     drafter.observe([*STORY[:6], 9])
     assert list(drafter.propose(STORY[7], 3).tokens) == STORY[8:11]
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [([1], [9]), ([1], [9, 8]), ([1, 2], [9]), ([1, 2], [9, 8, 7])], ids=["1 by 1", "1 by 2", "2 by 1", "2 by 3"]
+    ("old", "new"),
+    [([1], [9]), ([1], [9, 8]), ([1, 2], [9]), ([1, 2], [9, 8, 7])],
+    ids=["1 by 1", "1 by 2", "2 by 1", "2 by 3"],
 )
-def test_what_was_replaced_once_is_guessed_to_be_replaced_again(old: list[int], new: list[int]) -> None:
+def test_what_was_replaced_once_is_guessed_to_be_replaced_again(
+    old: list[int], new: list[int]
+) -> None:
     parts = [list(range(start, start + 12)) for start in (100, 200, 300, 400)]
     prompt, reply = ([token for part in parts for token in (*part, *run)] for run in (old, new))
     drafter = drafter_of([*prompt, 7])
@@ -135,17 +136,20 @@ def test_a_draft_is_part_of_the_text_and_its_chances_are_chances(
 
 @tried(50, 500)
 @given(TOKENS, TOKENS)
-def test_the_outlook_is_that_of_the_next_token_being_as_guessed(prompt: list[int], reply: list[int]) -> None:
+def test_the_outlook_is_that_of_the_next_token_being_as_guessed(
+    prompt: list[int], reply: list[int]
+) -> None:
     drafter = drafter_of(prompt)
     drafter.observe(reply)
-    (outlook, seconds), chance = drafter.outlook(8), drafter.expects()
-    assert seconds == 0
-    promised = [[chance * each for each in drafter.propose(token, 8).chances] for token in range(1, 5)]
+    outlook, chance = drafter.outlook(8), drafter.expects()
+    promised = [
+        [chance * each for each in drafter.propose(token, 8).chances] for token in range(1, 5)
+    ]
     assert all(0 <= later <= earlier for earlier, later in pairwise([chance, *outlook]))
     if outlook and not drafter.sources[0]._replaced:
         assert any(outlook == pytest.approx(each[: len(outlook)]) for each in promised)
-    assert drafter.outlook(8, least=chance) == (outlook, 0)
-    assert drafter.outlook(8, least=chance + 0.01) == ([], 0)
+    assert drafter.outlook(8, least=chance) == outlook
+    assert drafter.outlook(8, least=chance + 0.01) == []
 
 
 def test_drafted_and_accepted_tokens_are_counted_by_source() -> None:
@@ -159,7 +163,7 @@ def test_drafted_and_accepted_tokens_are_counted_by_source() -> None:
 
 def test_what_a_client_expects_is_followed_from_its_beginning_and_counted() -> None:
     drafter, prediction = drafter_of([1, 2, 3, *STORY]), Prediction(SuffixIndex(STORY))
-    drafter.expect(prediction)
+    drafter.add_prediction(prediction)
     drafter.catch_up(len(STORY))
     draft = drafter.propose(STORY[0], 4)
     assert (list(draft.tokens), draft.source) == (STORY[1:5], "prediction")
@@ -172,4 +176,9 @@ def test_what_a_client_expects_is_followed_from_its_beginning_and_counted() -> N
     assert (list(other.tokens), other.source) == (STORY[:2], "context")
     drafter.verified(other, 2)
     assert (prediction.accepted, prediction.rejected) == (3, 1)
-    assert drafter.counts == {"drafted prediction": 4, "accepted prediction": 3, "drafted context": 2, "accepted context": 2}
+    assert drafter.counts == {
+        "drafted prediction": 4,
+        "accepted prediction": 3,
+        "drafted context": 2,
+        "accepted context": 2,
+    }

@@ -11,15 +11,15 @@ from mlx_blockpool.drafts.curve import CostCurve, TokenCosts
 from mlx_blockpool.drafts.draft import NOTHING
 from mlx_blockpool.drafts.drafter import Drafter
 from mlx_blockpool.drafts.drafting import STEP_TOKENS, Drafting, ReplyMemory
-from mlx_blockpool.drafts.sources import BREAK
+from mlx_blockpool.drafts.text_source import BREAK
 
 STORY = list(range(100, 140))
-CHEAP = CostCurve.of({1: 1.0, 2: 1.05, 64: 1.1})
-DEAR = CostCurve.of({1: 1.0, 16: 16.0})
+CHEAP = CostCurve.from_points({1: 1.0, 2: 1.05, 64: 1.1})
+DEAR = CostCurve.from_points({1: 1.0, 16: 16.0})
 
 
 def story_of(drafting: Drafting, repeated: int = 10) -> Drafter:
-    """The drafter of a request that has been told a story, and has repeated so many tokens of it."""
+    """The drafter of a request that was given a story, and has repeated some tokens of it."""
     drafter = drafting.drafter([*STORY, 7])
     drafter.catch_up(STEP_TOKENS)
     drafter.observe(STORY[:repeated])
@@ -39,7 +39,9 @@ def test_a_member_that_repeats_drafts_and_another_does_not() -> None:
 def test_a_draft_is_no_longer_than_its_member_may_still_emit() -> None:
     drafting = Drafting(curve=CHEAP)
     drafter = story_of(drafting, 20)
-    assert [len(drafting.propose([drafter], [STORY[20]], [most])[0]) for most in (-1, 0, 1, 3, 99)] == [0, 0, 1, 3, 16]
+    assert [
+        len(drafting.propose([drafter], [STORY[20]], [most])[0]) for most in (-1, 0, 1, 3, 99)
+    ] == [0, 0, 1, 3, 16]
 
 
 def test_nothing_is_drafted_where_it_does_not_pay_or_nothing_was_measured() -> None:
@@ -49,15 +51,17 @@ def test_nothing_is_drafted_where_it_does_not_pay_or_nothing_was_measured() -> N
         assert drafting.propose([drafter], [STORY[10]], [5]) == [NOTHING]
 
 
-def test_behind_a_long_context_less_is_drafted_where_each_row_reads_all_of_it() -> None:
-    rows_cost = CostCurve.of(dict(CHEAP.rows), token=TokenCosts(row=1e-3))
-    members_cost = CostCurve.of(dict(CHEAP.rows), token=TokenCosts(member=1e-3))
+def test_after_a_long_context_less_is_drafted_where_each_row_reads_all_of_it() -> None:
+    rows_cost = CostCurve.from_points(dict(CHEAP.rows), token=TokenCosts(row=1e-3))
+    members_cost = CostCurve.from_points(dict(CHEAP.rows), token=TokenCosts(member=1e-3))
     for curve, length in ((rows_cost, 0), (members_cost, 5)):
         drafting = Drafting(curve=curve)
         short, long = story_of(drafting), drafting.drafter([*range(1000, 6000), *STORY, 7])
         long.catch_up(STEP_TOKENS)
         long.observe(STORY[:10])
-        assert [len(drafting.propose([drafter], [STORY[10]], [5])[0]) for drafter in (short, long)] == [5, length]
+        assert [
+            len(drafting.propose([drafter], [STORY[10]], [5])[0]) for drafter in (short, long)
+        ] == [5, length]
         assert [drafting.expects([drafter]) for drafter in (short, long)] == [True, length > 0]
 
 
@@ -65,7 +69,10 @@ def test_fixed_drafts_ask_no_curve() -> None:
     drafting = Drafting(3, curve=DEAR)
     drafter = story_of(drafting, 4)
     assert drafting.expects([None, drafter])
-    assert [len(draft) for draft in drafting.propose([None, drafter], [1, STORY[4]], [9, 9])] == [0, 3]
+    assert [len(draft) for draft in drafting.propose([None, drafter], [1, STORY[4]], [9, 9])] == [
+        0,
+        3,
+    ]
     assert not Drafting(0).expects([drafter])
 
 
@@ -83,7 +90,10 @@ def test_what_followed_a_prompt_is_drafted_from_the_first_token_on() -> None:
 def test_an_agent_repeats_its_own_replies_and_no_others() -> None:
     drafting = Drafting(3)
     drafting.replies.remember("a", b"", STORY)
-    drafters = [drafting.drafter([1, 2], agent, salt) for agent, salt in (("a", b""), ("b", b""), ("a", b"salt"), (None, b""))]
+    drafters = [
+        drafting.drafter([1, 2], agent, salt)
+        for agent, salt in (("a", b""), ("b", b""), ("a", b"salt"), (None, b""))
+    ]
     # The replies are indexed first.
     assert not drafting.expects(drafters)
     for drafter in drafters:
@@ -112,9 +122,12 @@ def test_prompts_are_indexed_within_a_bound_a_step() -> None:
     assert (long.text.num_indexed, short.text.num_indexed) == (STEP_TOKENS, 0)
     for _ in range(2):
         drafting.expects([long, short])
-    assert (long.text.lag, short.text.lag) == (0, len(STORY) + 4)
+    assert (long.text.num_indexed, short.text.num_indexed) == (
+        len(long.text),
+        len(short.text) - len(STORY) - 4,
+    )
     drafting.expects([long, short])
-    assert short.text.lag == 0
+    assert short.text.num_indexed == len(short.text)
 
 
 def test_what_one_request_learns_the_next_one_starts_from() -> None:
@@ -123,14 +136,22 @@ def test_what_one_request_learns_the_next_one_starts_from() -> None:
     assert story_of(drafting, 3).expects() > story_of(Drafting(3), 3).expects()
 
 
-# -- the memory of replies ---------------------------------------------------------------------------------------------
+# -- the memory of replies -------------------------------------------------------------------------
 
-REPLIES = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([b"", b"s"]), st.lists(st.integers(0, 9), max_size=12)))
+REPLIES = st.lists(
+    st.tuples(
+        st.sampled_from("ab"),
+        st.sampled_from([b"", b"s"]),
+        st.lists(st.integers(0, 9), max_size=12),
+    )
+)
 
 
 @tried(40, 400)
 @given(REPLIES)
-def test_the_last_replies_are_remembered_whole_within_the_bounds(replies: list[tuple[str, bytes, list[int]]]) -> None:
+def test_the_last_replies_are_remembered_whole_within_the_bounds(
+    replies: list[tuple[str, bytes, list[int]]],
+) -> None:
     memory = ReplyMemory(most_agents=3, most_tokens=20)
     for number, (agent, salt, reply) in enumerate(replies):
         memory.remember(agent, salt, reply)
@@ -139,7 +160,10 @@ def test_the_last_replies_are_remembered_whole_within_the_bounds(replies: list[t
         assert text is not None
         assert len(text) <= 20
         own = [
-            token for other, under, each in replies[: number + 1] if (other, under) == (agent, salt) for token in (BREAK, *each)
+            token
+            for other, under, each in replies[: number + 1]
+            if (other, under) == (agent, salt)
+            for token in (BREAK, *each)
         ]
         assert text.tokens == own[len(own) - len(text) :]
         assert text.tokens[0] == BREAK

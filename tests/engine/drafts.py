@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 from engine.engines import VOCABULARY, Told, drive, make_engine
 
-from mlx_blockpool.drafts.acceptance import Acceptance
 from mlx_blockpool.drafts.draft import NOTHING, Draft
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
-# Of the number of a token in its reply and that of a token in a draft: whether the draft has it wrong.
+# Of the number of a token in its reply and that of a token in a draft: whether the draft has it
+# wrong.
 Mistakes = Callable[[int, int], bool]
 MISTAKES: dict[str, Mistakes] = {
     "never": lambda at, number: False,
@@ -25,19 +25,22 @@ MISTAKES: dict[str, Mistakes] = {
 
 
 class Script:
-    """In the place of a Drafter: drafts `length` tokens of a known reply and, behind its end, a token that never ends.
+    """In the place of a Drafter: drafts `length` tokens of a known reply and, behind its end, a
+    token that never ends.
 
-    proposed, accepted: the lengths of its drafts that were verified, and how many tokens of each were accepted.
+    proposed, accepted: the lengths of its drafts that were verified, and how many tokens of each
+    were accepted.
     """
 
-    is_behind = False
+    is_indexing = False
 
-    def __init__(self, reply: Sequence[int], length: int = 4, is_wrong: Mistakes = MISTAKES["never"]) -> None:
+    def __init__(
+        self, reply: Sequence[int], length: int = 4, is_wrong: Mistakes = MISTAKES["never"]
+    ) -> None:
         self.reply = list(reply)
         self.length = length
         self.is_wrong = is_wrong
         self.observed: list[int] = []
-        self.learned: dict[str, Acceptance] = {}
         self.proposed: list[int] = []
         self.accepted: list[int] = []
 
@@ -53,25 +56,39 @@ class Script:
             # Behind a tie of logits the reply may be another one.
             return NOTHING
         tokens = (self.reply[start:] + [5] * self.length)[: self.length]
-        tokens = [(t + 1) % VOCABULARY if self.is_wrong(start + i, i) else t for i, t in enumerate(tokens)]
-        return Draft(tokens[:at_most] if at_most < self.length else tokens, [1.0] * self.length, "script")
+        tokens = [
+            (t + 1) % VOCABULARY if self.is_wrong(start + i, i) else t for i, t in enumerate(tokens)
+        ]
+        return Draft(
+            tokens[:at_most] if at_most < self.length else tokens, [1.0] * self.length, "script"
+        )
 
     def verified(self, draft: Draft, num_accepted: int) -> None:
         self.proposed.append(len(draft))
         self.accepted.append(num_accepted)
 
 
-def script(engine: BlockPoolBatchEngine, uid: int, reply: Sequence[int], length: int = 4, mistakes: str = "never") -> Script:
+def script(
+    engine: BlockPoolBatchEngine,
+    uid: int,
+    reply: Sequence[int],
+    length: int = 4,
+    mistakes: str = "never",
+) -> Script:
     """Have a request that waits drafted by a script."""
-    (sequence,) = (each for each in engine.waiting if each.uid == uid)
+    (sequence,) = (each for each in engine.scheduler.waiting if each.uid == uid)
     made = Script(reply, length, MISTAKES[mistakes])
     sequence.drafter = made  # type: ignore[assignment]
     return made
 
 
-def make_drafting(name: str, n_bytes: int | None = None, **config: Any) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
+def make_drafting(
+    name: str, n_bytes: int | None = None, **config: Any
+) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
     """An engine that drafts what drafters propose."""
-    engine, prefix = make_engine(name, *([] if n_bytes is None else [n_bytes]), **{"drafts": 16, **config})
+    engine, prefix = make_engine(
+        name, *([] if n_bytes is None else [n_bytes]), **{"drafts": 16, **config}
+    )
     assert engine.steps.off is None
     return engine, prefix
 

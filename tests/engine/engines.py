@@ -1,7 +1,8 @@
 """Engines over small pools, driven step by step, and what mlx-lm alone answers.
 
-A name is that of a model, or also of the bits of its keys and values: "llama", "llama K8V4"; 16: as the model computes them.
-In fewer bits mlx-lm answers on caches of its own that are given rounded keys and values.
+A name is that of a model, or also of the bits of its keys and values: "llama", "llama K8V4"; 16: as
+the model computes them. In fewer bits mlx-lm answers on caches of its own that are given rounded
+keys and values.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from models import make_model
 
 from mlx_blockpool.config import EngineConfig, KVBits, kv_bits
+from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Failed, Progress, Request, Started, Token
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.attach import attach
-from mlx_blockpool.kv.factory import spec_of_loaded
-from mlx_blockpool.kv.rounded import rounded
+from mlx_blockpool.kv.build import attach, describe
+from mlx_blockpool.kv.rounded_caches import rounded
 from mlx_blockpool.spec import ModelCacheSpec, blocks_for
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
@@ -65,7 +66,7 @@ def stock_model(name: str) -> Any:
 @functools.cache
 def _attached(name: str, rank: int) -> tuple[Any, KVArena]:
     model = new_model(name)
-    arena = KVArena(spec_of_loaded(model).with_bits(bits_of(name)), ROOMY)
+    arena = KVArena(describe(model).with_bits(bits_of(name)), ROOMY)
     assert attach(model, arena)
     return model, arena
 
@@ -80,12 +81,12 @@ def stock_caches(name: str) -> list[Any]:
     """mlx-lm's own caches of one sequence."""
     model = stock_model(name)
     caches: list[Any] = make_prompt_cache(model)
-    return rounded(caches, spec_of_loaded(model).with_bits(bits_of(name)))
+    return rounded(caches, describe(model).with_bits(bits_of(name)))
 
 
 def open_prefix(name: str, n_bytes: int = ROOMY) -> TieredPrefixCache:
     slabs = KVArena(attached(name)[1], n_bytes)
-    slabs.ragged, slabs.verifies = True, _attached(name, 0)[1].verifies
+    slabs.capabilities = _attached(name, 0)[1].capabilities
     return TieredPrefixCache(slabs)
 
 
@@ -99,10 +100,16 @@ def bytes_of(name: str, tokens: int, more_blocks: int = 0) -> int:
     return 2 * needed if spec.fixed_bytes_per_agent() else needed
 
 
-def make_engine(name: str, n_bytes: int = ROOMY, **config: Any) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
+def make_engine(
+    name: str, n_bytes: int = ROOMY, curve: CostCurve | None = None, **config: Any
+) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
+    """An engine over a new pool. `curve`: what forwards were measured to cost."""
     prefix = open_prefix(name, n_bytes)
-    config = {"prefill_tokens": 128, **config}
-    return BlockPoolBatchEngine(attached(name)[0], PooledCaches(prefix), EngineConfig(**config)), prefix
+    caches = PooledCaches(prefix)
+    caches.curve = curve
+    return BlockPoolBatchEngine(
+        attached(name)[0], caches, EngineConfig(**{"prefill_tokens": 128, **config})
+    ), prefix
 
 
 @functools.cache
@@ -116,7 +123,11 @@ class StockReply:
     """mlx-lm's greedy tokens on its own caches, generated as far as they are asked for."""
 
     def __init__(
-        self, model: Any, prompt: tuple[int, ...], caches: list[Any] | None = None, processors: list[Any] | None = None
+        self,
+        model: Any,
+        prompt: tuple[int, ...],
+        caches: list[Any] | None = None,
+        processors: list[Any] | None = None,
     ) -> None:
         given = {"prompt_cache": caches, "logits_processors": processors}
         self._steps = generate_step(mx.array(prompt), model, max_tokens=10_000, **given)
@@ -181,7 +192,10 @@ class Told:
 
 
 def drive(
-    engine: BlockPoolBatchEngine, told: Told | None = None, after: Callable[[Told], bool | None] | None = None, steps: int = 5000
+    engine: BlockPoolBatchEngine,
+    told: Told | None = None,
+    after: Callable[[Told], bool | None] | None = None,
+    steps: int = 5000,
 ) -> Told:
     """Run until all requests have ended, or until `after` a step says True."""
     told = told or Told()
@@ -205,4 +219,6 @@ def serve(
 def assert_nothing_held(prefix: TieredPrefixCache) -> None:
     prefix.check()
     prefix.pool.check()
-    assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(prefix.arena.spec.groups)
+    assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(
+        prefix.arena.spec.groups
+    )

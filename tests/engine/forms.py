@@ -1,4 +1,6 @@
-"""Forms over the tokens of the small models, and replies that mlx-lm alone gives with its logits masked."""
+"""Forms over the tokens of the small models, and replies that mlx-lm alone gives with its logits
+masked.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,22 @@ from engine.engines import VOCABULARY, StockReply, stock_caches, stock_model
 from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.generate import StopSequences
 
-from mlx_blockpool.forms.form import Form, Marks
+from mlx_blockpool.forms.form import Marks, ReplyForm
 
 EOS = VOCABULARY - 1
 # ASCII, with words in place of control characters that JSON has no use for.
-WORDS = {1: b'{"', 2: b'":', 3: b"true", 4: b"false", 5: b'", "', 6: b"alpha", 7: b"12", 8: b'"}', 128: b"long", 129: b"est"}
+WORDS = {
+    1: b'{"',
+    2: b'":',
+    3: b"true",
+    4: b"false",
+    5: b'", "',
+    6: b"alpha",
+    7: b"12",
+    8: b'"}',
+    128: b"long",
+    129: b"est",
+}
 TOKENS = [WORDS.get(i, bytes([i])) for i in range(EOS)]
 STOP = StopSequences([(EOS,)])
 
@@ -61,9 +74,14 @@ def matcher(schema: str) -> LLMatcher:
     return LLMatcher(vocabulary(), grammar, log_level=0)
 
 
-def form_of(schema: Any) -> Form:
+def form_of(schema: Any) -> ReplyForm:
     """A form that no token has come to."""
-    return Form(Marks(eos=frozenset({EOS})), -(-VOCABULARY // 32), matcher(json.dumps(schema)).deep_copy(), state="form")
+    return ReplyForm(
+        Marks(eos=frozenset({EOS})),
+        -(-VOCABULARY // 32),
+        matcher(json.dumps(schema)).deep_copy(),
+        state="form",
+    )
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -89,7 +107,9 @@ class StockForm:
 
 @functools.cache
 def _stock_reply(name: str, prompt: tuple[int, ...], schema: str) -> StockReply:
-    return StockReply(stock_model(name), prompt, stock_caches(name), [StockForm(json.loads(schema))])
+    return StockReply(
+        stock_model(name), prompt, stock_caches(name), [StockForm(json.loads(schema))]
+    )
 
 
 def assert_stock_form(name: str, prompt: Sequence[int], schema: Any, found: Sequence[int]) -> None:

@@ -1,4 +1,6 @@
-"""Engines of several ranks, as threads: rank 0 leads through a plan, all follow its heads and facts."""
+"""Engines of several ranks, as threads: rank 0 leads through a plan, all follow its heads and
+facts.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from ranks.threads import ThreadRanks, on_ranks
 
 from mlx_blockpool.config import EngineConfig, RankConfig
 from mlx_blockpool.engine.caches import PooledCaches
-from mlx_blockpool.engine.ranked import RankedEngine
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.sequence import Sequence
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.parts import sequence_of
 from mlx_blockpool.kv.pool import BlockPool
+from mlx_blockpool.kv.prompt_cache import sequence_of
+from mlx_blockpool.prefix.eviction import eviction_order
+from mlx_blockpool.ranks.driver import GroupDriver
 from mlx_blockpool.ranks.facts import Unload, read, write
 from mlx_blockpool.ranks.group import Ranks
 from mlx_blockpool.ranks.head import Act, Head, TurnClock
@@ -35,10 +39,12 @@ MAKING = threading.Lock()
 
 @dataclass
 class Rank:
-    """One rank: its engine, what it told, all that must be alike after each step, and how often it met the others."""
+    """One rank: its engine, what it told, all that must be alike after each step, and how often
+    it met the others.
+    """
 
     ranks: Ranks
-    engine: RankedEngine
+    driver: GroupDriver
     prefix: TieredPrefixCache
     clock: TurnClock
     suspended: dict[int, Sequence]
@@ -46,18 +52,30 @@ class Rank:
     trace: list[str] = field(default_factory=list)
     leases: Counter[int] = field(default_factory=Counter)
 
+    @property
+    def engine(self) -> BlockPoolBatchEngine:
+        return self.driver.engine
+
     def note(self) -> None:
         pool, engine = self.prefix.pool, self.engine
-        tables = [(each.uid, each.computed, each.due, each.tokens[: each.computed], _tables(each)) for each in engine.sequences]
-        order = [pool.eviction_order(group) for group in range(len(pool.groups))]
+        tables = [
+            (each.uid, each.computed, each.due, each.tokens[: each.computed], _tables(each))
+            for each in engine.sequences
+        ]
+        order = [eviction_order(pool, group) for group in range(len(pool.groups))]
         pins = [(pin.name, pin.until) for pin in self.prefix.retention.pins]
-        self.trace.append(repr((tables, order, pins, self.prefix.index.state_bytes, sorted(engine.counts.items()))))
+        self.trace.append(
+            repr(
+                (tables, order, pins, self.prefix.index.state_bytes, sorted(engine.counts.items()))
+            )
+        )
 
     def swap(self) -> list[Sequence]:
         """As when the model is unloaded and loaded again: another engine continues."""
-        suspended = self.engine.suspend()
-        self.engine = RankedEngine(
-            self.engine.model, PooledCaches(self.prefix), self.engine.config, self.ranks, self.clock, self.suspended
+        suspended = self.driver.suspend()
+        model, config = self.engine.model, self.engine.config
+        self.driver = GroupDriver(
+            model, PooledCaches(self.prefix), config, self.ranks, self.clock, self.suspended
         )
         return suspended
 
@@ -75,28 +93,33 @@ def make_rank(ranks: Ranks, name: str, n_bytes: int, config: EngineConfig) -> Ra
 
 def rank_of(ranks: Ranks, model: Any, caches: PooledCaches, config: EngineConfig) -> Rank:
     clock, suspended = TurnClock(), dict[int, Sequence]()
-    engine = RankedEngine(model, caches, config, ranks, clock, suspended)
-    return Rank(ranks, engine, caches.prefix, clock, suspended)
+    driver = GroupDriver(model, caches, config, ranks, clock, suspended)
+    return Rank(ranks, driver, caches.prefix, clock, suspended)
 
 
 class Plan:
-    """What rank 0 does before each turn: come() inserts and cancels, and returns whether more is to come."""
+    """What rank 0 does before each turn: come() inserts and cancels, and returns whether more is
+    to come.
+    """
 
     swaps: frozenset[int] = frozenset()
 
-    def come(self, engine: RankedEngine, turn: int) -> bool:
+    def come(self, driver: GroupDriver, turn: int) -> bool:
         raise NotImplementedError
 
     def take(self, told: Told, events: list[Any]) -> None:
         told.take(events)
 
-    def resume(self, engine: RankedEngine, suspended: list[Sequence]) -> None:
+    def resume(self, driver: GroupDriver, suspended: list[Sequence]) -> None:
         for sequence in suspended:
-            engine.resume(sequence)
+            driver.resume(sequence)
 
 
 def run_ranked(size: int, plan: Plan, make: Callable[[Ranks], Rank]) -> list[Rank]:
-    """All ranks through a plan. They are alike after every step, and no block comes back when cycles are collected."""
+    """All ranks through a plan.
+
+    They are alike after every step, and no block comes back when cycles are collected.
+    """
 
     def act(ranks: ThreadRanks) -> Rank:
         return follow(make(ranks), plan)
@@ -114,38 +137,40 @@ def follow(rank: Rank, plan: Plan, turns: int = 3000) -> Rank:
     ranks, rng, now = rank.ranks, random.Random(1), 0
     leads = ranks.rank == 0
     for turn in range(turns):
-        more = leads and plan.come(rank.engine, turn)
+        more = leads and plan.come(rank.driver, turn)
         now += rng.randrange(1_000, 50_000)
-        lease = rank.engine.lease_for(STEP_SECONDS, CONFIG) if leads else 0
-        is_over = leads and not more and not len(rank.engine) and rank.engine.is_blocked
+        lease = rank.driver.lease_for(STEP_SECONDS, CONFIG) if leads else 0
+        is_over = leads and not more and not len(rank.driver) and rank.driver.is_blocked
         act = Act.STOP if is_over else Act.STEP
-        head = Head(act, now, int(STEP_SECONDS * 1e6), lease, fingerprint=rank.engine.fingerprint())
-        facts = rank.engine.outgoing() + ([Unload()] if leads and turn in plan.swaps else [])
+        head = Head(act, now, int(STEP_SECONDS * 1e6), lease, fingerprint=rank.driver.fingerprint())
+        facts = rank.driver.outgoing() + ([Unload()] if leads and turn in plan.swaps else [])
         sent = ranks.exchange(head, write([("", fact) for fact in facts]))
-        assert len({each.head.fingerprint for each in sent}) == 1, f"the ranks differ before turn {turn}"
+        assert len({each.head.fingerprint for each in sent}) == 1, (
+            f"the ranks differ before turn {turn}"
+        )
         if sent[0].head.act == Act.STOP:
             return rank
         rank.clock.begin(sent[0].head)
         given = [fact for each in sent for _, fact in read(each.mail)]
-        rank.engine.apply(given)
+        rank.driver.apply(given)
         if Unload() in given:
-            happened = rank.engine.take_events()
+            happened = rank.driver.take_events()
             suspended = rank.swap()
             if leads:
                 plan.take(rank.told, happened)
-                plan.resume(rank.engine, suspended)
+                plan.resume(rank.driver, suspended)
             continue
         _step(rank, plan, sent[0].head.turns)
-    raise AssertionError(f"{len(rank.engine)} requests do not end; {dict(rank.engine.counts)}")
+    raise AssertionError(f"{len(rank.driver)} requests do not end; {dict(rank.engine.counts)}")
 
 
 def _step(rank: Rank, plan: Plan, turns: int) -> None:
     for taken in range(1, turns + 1):
-        events = rank.engine.next()
+        events = rank.driver.next()
         if rank.ranks.rank == 0:
             plan.take(rank.told, events)
         rank.note()
-        if taken == turns or not rank.engine.is_steady:
+        if taken == turns or not rank.driver.is_steady:
             rank.leases[taken] += 1
             break
     if rank.clock.now % 0.01 < 0.001:
@@ -163,7 +188,11 @@ def no_blocks_from_collected_cycles() -> Iterator[None]:
         (collecting.add if phase == "start" else collecting.discard)(threading.get_ident())
 
     def release_deferred(pool: BlockPool, table: Any) -> None:
-        found.extend([f"{len(table.ids)} blocks"] if threading.get_ident() in collecting and table.ids else [])
+        found.extend(
+            [f"{len(table.ids)} blocks"]
+            if threading.get_ident() in collecting and table.ids
+            else []
+        )
         release(pool, table)
 
     def release_states_deferred(arena: KVArena, n_bytes: int) -> None:

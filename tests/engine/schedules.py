@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, make_engine, stock_reply, words
+from engine.engines import (
+    Told,
+    assert_nothing_held,
+    assert_stock,
+    bytes_of,
+    make_engine,
+    stock_reply,
+    words,
+)
 from engine.forms import EOS, FLAGS, PERSON, STOP, assert_stock_form, form_of
 from hypothesis import strategies as st
 
@@ -99,7 +107,10 @@ CROWD: dict[str, Any] = {
     "patience": st.sampled_from([None, None, 8, 14]),
 }
 # Some keep a form, in replies that are long enough for it.
-IN_FORMS: dict[str, Any] = {"schema": st.sampled_from([None, PERSON, FLAGS]), "max_tokens": st.sampled_from([3, 8, 40, 100])}
+IN_FORMS: dict[str, Any] = {
+    "schema": st.sampled_from([None, PERSON, FLAGS]),
+    "max_tokens": st.sampled_from([3, 8, 40, 100]),
+}
 
 
 def breaking(count: int) -> Callable[[mx.array], mx.array]:
@@ -115,13 +126,19 @@ def breaking(count: int) -> Callable[[mx.array], mx.array]:
 
 
 class Schedule:
-    """The requests that an engine was given, and who took over from it: `swaps` are the steps after which another engine does.
+    """The requests that an engine was given, and who took over from it: `swaps` are the steps after
+    which another engine does.
 
     Requests have numbers of their own here, since each engine gives them new uids.
     """
 
     def __init__(
-        self, name: str, requests: list[Arrival], more_blocks: int, config: dict[str, Any], swaps: frozenset[int] = frozenset()
+        self,
+        name: str,
+        requests: list[Arrival],
+        more_blocks: int,
+        config: dict[str, Any],
+        swaps: frozenset[int] = frozenset(),
     ) -> None:
         self.name = name
         self.swaps = swaps
@@ -135,6 +152,8 @@ class Schedule:
         self.cancelled: set[int] = set()
         self.step = 0
         self.engine, self.prefix = self.open(config)
+        # What requests go through: with several ranks it is not the engine.
+        self.driver: Any = self.engine
 
     def open(self, config: dict[str, Any]) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
         return make_engine(self.name, self.n_bytes, **config)
@@ -148,17 +167,22 @@ class Schedule:
             if self.step in self.swaps:
                 self.swap()
             self.check_step()
-            assert self.step < 3000, f"{len(self.engine)} requests do not end; {dict(self.engine.counts)}"
+            assert self.step < 3000, (
+                f"{len(self.engine)} requests do not end; {dict(self.engine.counts)}"
+            )
         return self.engine, self.prefix, told
 
     def come_and_go(self) -> None:
         for i, request in enumerate(self.requests):
             if i not in self.numbers and self.due[i] <= self.step:
-                uids = self.engine.insert_all(self.choices(i))
+                uids = self.driver.insert_all(self.choices(i))
                 self.numbers[i] = [1000 * i + choice for choice in range(request.choices)]
                 self.by_uid |= dict(zip(uids, self.numbers[i], strict=True))
             if request.patience is not None and self.due[i] + request.patience == self.step:
-                self.engine.remove([uid for uid, number in self.by_uid.items() if number in self.numbers[i]])
+                for uid in [
+                    uid for uid, number in self.by_uid.items() if number in self.numbers[i]
+                ]:
+                    self.driver.cancel(uid)
                 self.cancelled.update(self.numbers[i])
 
     def choices(self, i: int) -> list[Request]:
@@ -168,9 +192,14 @@ class Schedule:
         group = str(i) if request.choices > 1 else None
         pins = [] if request.pinned is None else [(SYSTEMS[request.system], request.pinned)]
         same = Request(
-            self.prompts[i], request.max_tokens, breakpoints=breakpoints, agent=request.agent, group=group,
-            priority=request.priority, pins=pins,
-        )  # fmt: skip
+            self.prompts[i],
+            request.max_tokens,
+            breakpoints=breakpoints,
+            agent=request.agent,
+            group=group,
+            priority=request.priority,
+            pins=pins,
+        )
         choices = [same] * request.choices
         if request.schema is not None:
             choices = [replace(same, form=form_of(request.schema), stop=STOP) for _ in choices]
@@ -179,11 +208,15 @@ class Schedule:
         return choices
 
     def swap(self) -> None:
-        """As two models of a server take turns: all requests are suspended, and continue in an engine that starts anew."""
+        """As two models of a server take turns: all requests are suspended, and continue in an
+        engine that starts anew.
+        """
         suspended = self.engine.suspend()
         assert_nothing_held(self.prefix)
         numbers = [self.by_uid[sequence.uid] for sequence in suspended]
-        self.engine = BlockPoolBatchEngine(self.engine.model, PooledCaches(self.prefix), self.engine.config)
+        self.driver = self.engine = BlockPoolBatchEngine(
+            self.engine.model, PooledCaches(self.prefix), self.engine.config
+        )
         self.by_uid = dict(zip(map(self.engine.resume, suspended), numbers, strict=True))
 
     def check_step(self) -> None:
@@ -197,11 +230,20 @@ class Schedule:
         assert len(live) <= self.engine.config.max_members
         for sequence in live:
             agent = sequence.request.agent
-            earlier = [each for each in self.engine.sequences if each.request.agent == agent and each.uid < sequence.uid]
-            assert agent is None or all(each.is_choice_beside(sequence) for each in earlier)
+            earlier = [
+                each
+                for each in self.engine.sequences
+                if each.request.agent == agent and each.uid < sequence.uid
+            ]
+            assert agent is None or all(each.is_choice_with(sequence) for each in earlier)
 
     def check(self, told: Told) -> None:
-        broken = {number for i, numbers in self.numbers.items() for number in numbers if self.requests[i].breaks is not None}
+        broken = {
+            number
+            for i, numbers in self.numbers.items()
+            for number in numbers
+            if self.requests[i].breaks is not None
+        }
         assert told.failed.keys() <= broken
         for i, number in [(i, number) for i, numbers in self.numbers.items() for number in numbers]:
             found = told.tokens.get(number, [])

@@ -15,6 +15,7 @@ from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.capabilities import RAGGED
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.reader import RecordData
@@ -32,19 +33,28 @@ class Machine:
 
     @property
     def stored(self) -> StoredPrefixes:
-        assert self.prefix.stored is not None
+        assert isinstance(self.prefix.stored, StoredPrefixes)
         return self.prefix.stored
 
 
 def start(
-    folder: Path, n_bytes: int = ROOMY, disk: Disk | None = None, model: Any = None, name: str = "llama", **config: Any
+    folder: Path,
+    n_bytes: int = ROOMY,
+    disk: Disk | None = None,
+    model: Any = None,
+    name: str = "llama",
+    **config: Any,
 ) -> Machine:
     own, spec = attached(name) if model is None else model
     slabs = KVArena(spec, n_bytes)
-    slabs.ragged = True
+    slabs.capabilities = RAGGED
     store = open_store(folder, disk, **config)
     prefix = TieredPrefixCache(slabs, store=store)
-    return Machine(BlockPoolBatchEngine(own, PooledCaches(prefix), EngineConfig(prefill_tokens=128)), prefix, store)
+    return Machine(
+        BlockPoolBatchEngine(own, PooledCaches(prefix), EngineConfig(prefill_tokens=128)),
+        prefix,
+        store,
+    )
 
 
 def write_all(machine: Machine) -> None:

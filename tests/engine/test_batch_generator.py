@@ -1,4 +1,6 @@
-"""The engine in place of mlx-lm's BatchGenerator: lists of requests, given caches, removal, extracts and figures."""
+"""The engine in place of mlx-lm's BatchGenerator: lists of requests, given caches, removal,
+extracts and figures.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,17 @@ def prompt(seed: int, count: int) -> list[int]:
 def reply(name: str, tokens: list[int], count: int, caches: list[Any] | None = None) -> list[int]:
     """What mlx-lm answers, on its own caches or on those given."""
     model = stock_model(name) if caches is None else attached(name)[0]
-    return [token for token, _ in generate_step(mx.array(tokens), model, max_tokens=count, prompt_cache=caches)]
+    return [
+        token
+        for token, _ in generate_step(
+            mx.array(tokens), model, max_tokens=count, prompt_cache=caches
+        )
+    ]
 
 
-def drive(engine: BlockPoolBatchEngine, steps: int | None = None) -> tuple[dict[int, list[int]], dict[int, int]]:
+def drive(
+    engine: BlockPoolBatchEngine, steps: int | None = None
+) -> tuple[dict[int, list[int]], dict[int, int]]:
     """The tokens of each request, and how many of each prompt were known."""
     told: dict[int, list[int]] = {}
     cached: dict[int, int] = {}
@@ -52,7 +61,9 @@ def drive(engine: BlockPoolBatchEngine, steps: int | None = None) -> tuple[dict[
 def assert_nothing_held(engine: BlockPoolBatchEngine) -> None:
     prefix = engine.caches.prefix  # type: ignore[union-attr]
     prefix.check()
-    assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(prefix.arena.spec.groups)
+    assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(
+        prefix.arena.spec.groups
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,11 +94,18 @@ def test_given_caches_are_gone_on_from_and_stay_as_they_are(name: str, pooled: b
     prefix = engine.caches.prefix  # type: ignore[union-attr]
     caches = prefix.acquire(known, 40).caches if pooled else stock_prompt_cache(model)
     model(mx.array([known]), cache=caches)
-    uids = engine.insert_all([Request([*known, *rest], 6), Request([*known, 7], 6)], [caches, caches])
+    uids = engine.insert_all(
+        [Request([*known, *rest], 6), Request([*known, 7], 6)], [caches, caches]
+    )
     told, cached = drive(engine)
-    assert [told[uid] for uid in uids] == [reply(name, [*known, *rest], 6), reply(name, [*known, 7], 6)]
+    assert [told[uid] for uid in uids] == [
+        reply(name, [*known, *rest], 6),
+        reply(name, [*known, 7], 6),
+    ]
     assert [cached[uid] for uid in uids] == [330, 330]
-    assert reply(name, [9], 6, caches) == reply(name, [*known, 9], 6), "the caller's caches are as they were"
+    assert reply(name, [9], 6, caches) == reply(name, [*known, 9], 6), (
+        "the caller's caches are as they were"
+    )
     del caches
     assert_nothing_held(engine)
 

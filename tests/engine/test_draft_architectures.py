@@ -1,4 +1,6 @@
-"""Every model type whose caches take tokens back gives the replies with drafts that it gives without."""
+"""Every model type whose caches take tokens back gives the replies with drafts that it gives
+without.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,26 @@ REQUESTS = [Request(words(1, 45), 14), Request(words(2, 10), 14)]
 # States and windows together; padded batches; caches that no pool holds.
 WITHOUT = {
     *("baichuan_m1", "gear", "recurrent_gemma"),
-    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "gemma3n", "gemma4", "gemma4_text", "glm4_moe_lite"),
-    *("glm_moe_dsa", "iquestloopcoder", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram"),
+    *(
+        "bailing_hybrid",
+        "bailing_moe_v3",
+        "deepseek_v3",
+        "deepseek_v32",
+        "gemma3n",
+        "gemma4",
+        "gemma4_text",
+        "glm4_moe_lite",
+    ),
+    *(
+        "glm_moe_dsa",
+        "iquestloopcoder",
+        "kimi_k25",
+        "kimi_k3",
+        "kimi_linear",
+        "kimi_vl",
+        "longcat_flash",
+        "longcat_flash_ngram",
+    ),
     *("mistral4", "phi3small", "plamo", "plamo2", "plamo3"),
     "deepseek_v41",
 }

@@ -1,4 +1,6 @@
-"""Random schedules with drafts forced on: replies are those of the same requests with drafts off, token for token."""
+"""Random schedules with drafts forced on: replies are those of the same requests with drafts
+off, token for token.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from thorough import only, tried
 from mlx_blockpool.drafts.draft import NOTHING, Draft
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.request import Request
-from mlx_blockpool.kv.parts import leaves_of
+from mlx_blockpool.kv.prompt_cache import leaves_of
 from mlx_blockpool.spec import blocks_for
 
 NAMES = ["llama", "qwen2", "gemma3_text", "gpt_oss", "lfm2"]
@@ -49,7 +51,9 @@ class Watched:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         self._key, key = mx.random.split(self._key)
-        self._throws.append((mx.random.uniform(shape=(1,), key=key), mx.cumsum(mx.softmax(logprobs[0]))))
+        self._throws.append(
+            (mx.random.uniform(shape=(1,), key=key), mx.cumsum(mx.softmax(logprobs[0])))
+        )
         self._drawn.append(self._draw(logprobs))
         return self._drawn[-1]
 
@@ -62,8 +66,13 @@ class Watched:
     def margins(self) -> list[float]:
         """By how much each throw missed the next token; infinite for those that were skipped."""
         found = [(ends < throw).sum() for throw, ends in filter(None, self._throws)]
-        assert [each.item() for each in found] == [each.item() for each in self._drawn], "the sampler throws other numbers"
-        return [np.inf if each is None else mx.abs(each[1] - each[0]).min().item() for each in self._throws]
+        assert [each.item() for each in found] == [each.item() for each in self._drawn], (
+            "the sampler throws other numbers"
+        )
+        return [
+            np.inf if each is None else mx.abs(each[1] - each[0]).min().item()
+            for each in self._throws
+        ]
 
 
 def margin(logprobs: mx.array) -> float:
@@ -73,7 +82,9 @@ def margin(logprobs: mx.array) -> float:
 
 
 class Forced(Script):
-    """Drafts of random lengths, right or wrong or both; behind a token that the reply does not have it is wrong."""
+    """Drafts of random lengths, right or wrong or both; behind a token that the reply does not
+    have it is wrong.
+    """
 
     def __init__(self, reply: Sequence[int], source: str, rng: random.Random) -> None:
         super().__init__(reply)
@@ -83,8 +94,14 @@ class Forced(Script):
     def propose(self, next_token: int, at_most: int) -> Draft:
         length = min(at_most, self.rng.choice(LENGTHS))
         start = len(self.observed) + 1
-        right = self.reply[start : start + length] if [*self.observed, next_token] == self.reply[:start] else []
-        first_wrong = {"right": length, "wrong": 0, "mixed": self.rng.randint(0, length)}[self.source]
+        right = (
+            self.reply[start : start + length]
+            if [*self.observed, next_token] == self.reply[:start]
+            else []
+        )
+        first_wrong = {"right": length, "wrong": 0, "mixed": self.rng.randint(0, length)}[
+            self.source
+        ]
         wrong = [self.rng.randrange(VOCABULARY) for _ in range(length)]
         if first_wrong < len(right):
             wrong[first_wrong] = (right[first_wrong] + 1) % VOCABULARY
@@ -93,25 +110,43 @@ class Forced(Script):
 
 
 def without_broken_forms(requests: list[Arrival]) -> list[Arrival]:
-    """A sampler that breaks is in no form: how often it is called there depends on the runs that are appended without a draw."""
-    return [replace(request, schema=None) if request.breaks is not None else request for request in requests]
+    """A sampler that breaks is in no form: how often it is called there depends on the runs that
+    are appended without a draw.
+    """
+    return [
+        replace(request, schema=None) if request.breaks is not None else request
+        for request in requests
+    ]
 
 
 class Plain(Schedule):
     """Without drafts and hang-ups, so that every reply is whole."""
 
     def __init__(
-        self, name: str, requests: list[Arrival], more_blocks: int, config: dict[str, Any], swaps: frozenset[int]
+        self,
+        name: str,
+        requests: list[Arrival],
+        more_blocks: int,
+        config: dict[str, Any],
+        swaps: frozenset[int],
     ) -> None:
         self.samplers: dict[int, list[Watched]] = {}
-        super().__init__(name, [replace(request, patience=None) for request in requests], more_blocks, config, swaps)
+        super().__init__(
+            name,
+            [replace(request, patience=None) for request in requests],
+            more_blocks,
+            config,
+            swaps,
+        )
 
     def choices(self, i: int) -> list[Request]:
         found, seed = super().choices(i), self.requests[i].seed
         if seed is None or self.requests[i].breaks is not None:
             return found
         self.samplers[i] = [Watched(seed + number) for number in range(len(found))]
-        return [replace(each, sampler=own) for each, own in zip(found, self.samplers[i], strict=True)]
+        return [
+            replace(each, sampler=own) for each, own in zip(found, self.samplers[i], strict=True)
+        ]
 
     def certain(self, number: int, told: Told) -> int:
         """How many tokens of a reply come before the first tie: behind it both may be right."""
@@ -119,8 +154,12 @@ class Plain(Schedule):
         if i in self.samplers:
             margins = self.samplers[i][choice].margins()
         else:
-            margins = [np.inf if row is None else margin(row) for row in told.logprobs.get(number, [])]
-        return next((at for at, each in enumerate(margins) if each < TIE), len(told.tokens.get(number, [])))
+            margins = [
+                np.inf if row is None else margin(row) for row in told.logprobs.get(number, [])
+            ]
+        return next(
+            (at for at, each in enumerate(margins) if each < TIE), len(told.tokens.get(number, []))
+        )
 
 
 class Drafted(Plain):
@@ -149,7 +188,7 @@ class Drafted(Plain):
     def come_and_go(self) -> None:
         before = set(self.by_uid)
         super().come_and_go()
-        for sequence in self.engine.waiting:
+        for sequence in self.engine.scheduler.waiting:
             if sequence.uid not in before:
                 number = self.by_uid[sequence.uid]
                 source = self.sources[number % len(self.sources)]
@@ -171,10 +210,18 @@ class Drafted(Plain):
     def check_slabs(self) -> None:
         """None has moved since the last time, if they are still the same ones."""
         pool = self.prefix.pool
-        slabs = [(g, i * blocks.stride) for g, blocks in enumerate(pool.groups) for i, size in blocks.slabs.items() if size > 1]
+        slabs = [
+            (g, i * blocks.stride)
+            for g, blocks in enumerate(pool.groups)
+            for i, size in blocks.slabs.items()
+            if size > 1
+        ]
         # A slab of one block takes the buffer of what fills it.
         arrays = [array for slab in slabs for array in self.prefix.arena.locate(*slab)[0].arrays()]
-        found = pool.layout_version, [np.asarray(memoryview(array.view(mx.uint8))).ctypes.data for array in arrays]
+        found = (
+            pool.layout_version,
+            [np.asarray(memoryview(array.view(mx.uint8))).ctypes.data for array in arrays],
+        )
         assert self._slabs[0] != found[0] or self._slabs == found, "a slab was copied"
         self._slabs = found
 
@@ -185,13 +232,20 @@ def check_tables(sequence: Any) -> None:
         if hasattr(leaf, "next_place"):
             assert leaf.offset == sequence.computed
             table = leaf.sequence.tables[leaf.place.group]
-            assert blocks_for(leaf.size()) <= len(table) <= blocks_for(max(leaf.size() + 1, len(sequence.tokens)))
+            assert (
+                blocks_for(leaf.size())
+                <= len(table)
+                <= blocks_for(max(leaf.size() + 1, len(sequence.tokens)))
+            )
 
 
-def run(name: str, requests: list[Arrival], promised: int, sources: list[str], seed: int, **more: Any) -> None:
+def run(
+    name: str, requests: list[Arrival], promised: int, sources: list[str], seed: int, **more: Any
+) -> None:
     rest = more["more_blocks"], more["config"], more.get("swaps", frozenset())
     with pytest.MonkeyPatch.context() as patch:
-        # The room that a request finds at its start; with little of it, short replies are swapped out too.
+        # The room that a request finds at its start; with little of it, short replies are swapped
+        # out too.
         patch.setattr(caches_module, "BLOCK_TOKENS", promised)
         requests = without_broken_forms(requests)
         plain = Plain(name, requests, *rest)
@@ -211,11 +265,15 @@ def compare(number: int, replies: Told, told: Told, certain: int, is_cancelled: 
     expected, found = replies.tokens.get(number, []), told.tokens.get(number, [])
     count = min(certain, len(found))
     assert found[:certain] == expected[:count], f"request {number}"
-    rows = zip(replies.logprobs.get(number, [])[:count], told.logprobs.get(number, []), strict=False)
+    rows = zip(
+        replies.logprobs.get(number, [])[:count], told.logprobs.get(number, []), strict=False
+    )
     # Which runs of forced tokens are worth a pass depends on who else is in the batch.
     pairs = [(theirs, own) for theirs, own in rows if theirs is not None and own is not None]
     if pairs:
-        assert mx.allclose(*(mx.stack(list(part)) for part in zip(*pairs, strict=True)), atol=1e-3, rtol=1e-3)
+        assert mx.allclose(
+            *(mx.stack(list(part)) for part in zip(*pairs, strict=True)), atol=1e-3, rtol=1e-3
+        )
     if certain == len(expected) and not is_cancelled:
         assert found == expected
         assert told.reasons.get(number) == replies.reasons.get(number)
@@ -232,12 +290,22 @@ DRAFTED: dict[str, Any] = {
 @pytest.mark.parametrize("name", only(NAMES, "gemma3_text", "lfm2"))
 @tried(3, 45)
 @given(**{**SCHEDULES, **DRAFTED, "requests": arrivals(**PARTS)})
-def test_replies_of_a_schedule_with_drafts_are_those_without(name: str, requests: list[Arrival], **more: Any) -> None:
+def test_replies_of_a_schedule_with_drafts_are_those_without(
+    name: str, requests: list[Arrival], **more: Any
+) -> None:
     run(name, requests, **more)
 
 
 @pytest.mark.parametrize("name", only(NAMES, "gemma3_text", "lfm2"))
 @tried(2, 30)
-@given(**{**CROWDS, **DRAFTED, "requests": arrivals(**{**PARTS, **CROWD, "patience": st.sampled_from([None, None, 4, 9])})})
-def test_replies_of_a_swapped_out_crowd_with_drafts_are_too(name: str, requests: list[Arrival], **more: Any) -> None:
+@given(
+    **{
+        **CROWDS,
+        **DRAFTED,
+        "requests": arrivals(**{**PARTS, **CROWD, "patience": st.sampled_from([None, None, 4, 9])}),
+    }
+)
+def test_replies_of_a_swapped_out_crowd_with_drafts_are_too(
+    name: str, requests: list[Arrival], **more: Any
+) -> None:
     run(name, requests, **more)

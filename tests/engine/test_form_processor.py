@@ -15,9 +15,9 @@ from engine.forms import EOS, PERSON, form_of, text_of
 from mlx_lm.generate import generate_step, speculative_generate_step
 from models import make_model
 
-from mlx_blockpool.engine.masks import MOST_TAKEN_BACK, FormProcessor
+from mlx_blockpool.engine.sampling import MOST_TAKEN_BACK, FormProcessor
 from mlx_blockpool.errors import FormError
-from mlx_blockpool.forms.form import Form
+from mlx_blockpool.forms.form import ReplyForm
 
 PROMPT = mx.array(words(3, 40))
 MOST = 150
@@ -36,7 +36,9 @@ def reply(found: Any) -> list[int]:
 @functools.cache
 def alone() -> list[int]:
     processors = [FormProcessor(form_of(PERSON))]
-    return reply(generate_step(PROMPT, stock_model("llama"), max_tokens=MOST, logits_processors=processors))
+    return reply(
+        generate_step(PROMPT, stock_model("llama"), max_tokens=MOST, logits_processors=processors)
+    )
 
 
 def test_a_reply_keeps_its_form_alone() -> None:
@@ -53,7 +55,12 @@ def test_drafts_change_no_token_of_a_reply_in_a_form(draft: str, count: int) -> 
     def steps() -> Iterator[tuple[int, Any]]:
         processors = [FormProcessor(form_of(PERSON))]
         for token, logprobs, is_drafted in speculative_generate_step(
-            PROMPT, model, small, num_draft_tokens=count, max_tokens=MOST, logits_processors=processors
+            PROMPT,
+            model,
+            small,
+            num_draft_tokens=count,
+            max_tokens=MOST,
+            logits_processors=processors,
         ):
             accepted.append(is_drafted)
             yield token, logprobs
@@ -82,9 +89,9 @@ def test_tokens_may_be_taken_back_to_the_first() -> None:
 
 def test_a_reply_that_only_grows_copies_its_form_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy costs more the longer the reply is."""
-    copies: list[Form] = []
-    copy = Form.copy
-    monkeypatch.setattr(Form, "copy", lambda form: copies.append(form) or copy(form))
+    copies: list[ReplyForm] = []
+    copy = ReplyForm.copy
+    monkeypatch.setattr(ReplyForm, "copy", lambda form: copies.append(form) or copy(form))
     expected = list(alone())
     copies.clear()
     processor = FormProcessor(form_of(PERSON))

@@ -1,4 +1,6 @@
-"""Random schedules whose decode steps run on the emulated kernel: replies are stock's, and those without drafts."""
+"""Random schedules whose decode steps run on the emulated kernel: replies are stock's, and those
+without drafts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from typing import Any
 import pytest
 from engine.engines import assert_nothing_held
 from engine.schedules import CROWDS, SCHEDULES, Arrival, Schedule, arrivals
-from engine.test_draft_schedules import DRAFTED, PARTS, Drafted, Plain, compare, without_broken_forms
+from engine.test_draft_schedules import (
+    DRAFTED,
+    PARTS,
+    Drafted,
+    Plain,
+    compare,
+    without_broken_forms,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel.emulation import why_not
@@ -44,7 +53,8 @@ class DraftedOnKernel(OnKernel, Drafted):
 def run(name: str, requests: list[Arrival], promised: int, **more: Any) -> None:
     schedule = OnKernel(name, requests, **more)
     with pytest.MonkeyPatch.context() as patch:
-        # The room that a request finds at its start; with little of it, short replies are swapped out too.
+        # The room that a request finds at its start; with little of it, short replies are swapped
+        # out too.
         patch.setattr(caches_module, "BLOCK_TOKENS", promised)
         engine, prefix, told = schedule.run()
     schedule.check(told)
@@ -62,12 +72,17 @@ def test_replies_of_a_schedule_on_the_kernel_are_those_of_single_stock_sequences
 
 @tried(2, 80)
 @given(name=st.sampled_from(NAMES), **CROWDS)
-def test_replies_of_a_swapped_out_crowd_on_the_kernel_are_too(name: str, requests: list[Arrival], **more: Any) -> None:
+def test_replies_of_a_swapped_out_crowd_on_the_kernel_are_too(
+    name: str, requests: list[Arrival], **more: Any
+) -> None:
     run(name, requests, **more)
 
 
 @tried(3, 100)
-@given(name=st.sampled_from(PLAIN), **{**SCHEDULES, **DRAFTED, "requests": arrivals(**{**PARTS, "schema": st.none()})})
+@given(
+    name=st.sampled_from(PLAIN),
+    **{**SCHEDULES, **DRAFTED, "requests": arrivals(**{**PARTS, "schema": st.none()})},
+)
 def test_replies_with_drafts_on_the_kernel_are_those_without_both(
     name: str, requests: list[Arrival], promised: int, sources: list[str], seed: int, **more: Any
 ) -> None:
@@ -77,7 +92,9 @@ def test_replies_with_drafts_on_the_kernel_are_those_without_both(
         requests = without_broken_forms(requests)
         plain = Plain(name, requests, *rest)
         _, _, replies = plain.run()
-        drafted = DraftedOnKernel(name, requests, *rest, replies=replies, sources=sources, seed=seed)
+        drafted = DraftedOnKernel(
+            name, requests, *rest, replies=replies, sources=sources, seed=seed
+        )
         engine, prefix, told = drafted.run()
     for number in [number for numbers in drafted.numbers.values() for number in numbers]:
         compare(number, replies, told, plain.certain(number, replies), number in drafted.cancelled)

@@ -1,8 +1,11 @@
-"""Which pool a model is served from: in few bits where its attention reads them, and what is said where it does not."""
+"""Which pool a model is served from: in few bits where its attention reads them, and what is
+said where it does not.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,64 +21,99 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.engine.stock import StockCaches
-from mlx_blockpool.kv.rounded import rounded
+from mlx_blockpool.kv import build
+from mlx_blockpool.kv.probe import probe
+from mlx_blockpool.kv.rounded_caches import rounded
 from mlx_blockpool.testing import tiny_model
 
 ROOMY = 20_000_000
-UNREAD = "its attention does not read quantised blocks. Keys and values stay in float32, and --kv-bits is not used."
+UNREAD = (
+    "its attention does not read quantised blocks. Keys and values stay in float32, and --kv-bits "
+    "is not used."
+)
 
 
 @pytest.mark.parametrize("bits", [None, KVBits(), KVBits(8, 4)])
-def test_a_pool_holds_the_bits_that_are_asked_for(bits: KVBits | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pool_holds_the_bits_that_are_asked_for(
+    bits: KVBits | None, caplog: pytest.LogCaptureFixture
+) -> None:
     caches: Any = open_caches(make_model("llama", head_dim=64), ROOMY, bits=bits)
     assert (caches.ragged, caches.prefix.arena.spec.bits, caplog.text) == (True, bits, "")
     assert caches.prefix.pool.pool_bytes == ROOMY
 
 
-@pytest.mark.parametrize(("name", "merges"), [("gemma2", False), ("minimax_m3_vl", False), ("deepseek_v3", True)])
+@pytest.mark.parametrize(
+    ("name", "merges"), [("gemma2", False), ("minimax_m3_vl", False), ("deepseek_v3", True)]
+)
 def test_attention_that_reads_no_quantised_blocks_has_others(
     name: str, merges: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if merges:
         # It would be served one at a time, and loses its batches.
-        monkeypatch.setattr("mlx_blockpool.engine.opening.attach_alone", lambda *_: True)
+        monkeypatch.setattr(
+            build,
+            "probe",
+            lambda *args: replace(probe(*args), is_attached=args[1].spec.bits is not None),
+        )
     caches: Any = open_caches(tiny_model(wide(CONFIGS[name])), ROOMY, bits=KVBits())
     assert (caches.ragged, caches.merges, caches.prefix.arena.spec.bits) == (False, merges, None)
     assert (caches.prefix.pool.pool_bytes, caches.batch_bytes) == (ROOMY // 2, ROOMY // 2)
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [f"{name}: {UNREAD}"]
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ] == [f"{name}: {UNREAD}"]
 
 
-def test_bits_never_cost_a_model_its_batches(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_blockpool.kv.attach.rounded", lambda caches, spec: rounded(caches, spec.with_bits(KVBits(4, 4))))
+def test_bits_never_cost_a_model_its_batches(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mlx_blockpool.kv.probe.rounded",
+        lambda caches, spec: rounded(caches, spec.with_bits(KVBits(4, 4))),
+    )
     caches: Any = open_caches(make_model("llama", head_dim=64), ROOMY, bits=KVBits())
     assert (caches.ragged, caches.prefix.arena.spec.bits) == (True, None)
     assert f"llama: {UNREAD}" in caplog.text
 
 
-def test_rows_that_no_group_divides_stay_as_they_are_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_no_group_divides_stay_as_they_are_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caches: Any = open_caches(make_model("llama"), ROOMY, bits=KVBits())
     assert (caches.ragged, caches.prefix.arena.spec.bits) == (True, None)
     assert "llama has no keys or values whose size is a multiple of 32" in caplog.text
     assert "Keys and values stay in float32, and --kv-bits is not used." in caplog.text
 
 
-def test_a_model_that_cannot_be_described_has_no_pool_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(open_caches(tiny_model(CONFIGS["deepseek_v41"]), ROOMY, bits=KVBits()), StockCaches)
+def test_a_model_that_cannot_be_described_has_no_pool_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert isinstance(
+        open_caches(tiny_model(CONFIGS["deepseek_v41"]), ROOMY, bits=KVBits()), StockCaches
+    )
     assert "no pool, and no 8-bit keys and values: deepseek_v41" in caplog.text
 
 
-def test_a_model_without_batches_has_quantised_blocks_and_all_of_the_bytes(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_batches_has_quantised_blocks_and_all_of_the_bytes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = tiny_model(wide(CONFIGS["llama4"]))
     engine = BlockPoolBatchEngine.open(model, ROOMY, EngineConfig(prefill_tokens=64), bits=KVBits())
     caches: Any = engine.caches
     arena = caches.prefix.arena
-    assert (caches.ragged, caches.merges, arena.spec.bits, caplog.text) == (False, False, KVBits(), "")
+    assert (caches.ragged, caches.merges, arena.spec.bits, caplog.text) == (
+        False,
+        False,
+        KVBits(),
+        "",
+    )
     assert (arena.pool.pool_bytes, caches.batch_bytes) == (ROOMY, 0)
     prompts = [words(1, 90), (*words(1, 70), *words(2, 9))]
     uids = [engine.insert(Request(prompt, 5)) for prompt in prompts]
     told = drive(engine)
     for uid, prompt in zip(uids, prompts, strict=True):
-        expected = StockReply(model, prompt, rounded(make_prompt_cache(model), arena.spec)).certain(5)
+        expected = StockReply(model, prompt, rounded(make_prompt_cache(model), arena.spec)).certain(
+            5
+        )
         assert list(expected) == told.tokens[uid][: len(expected)]
     assert told.started[uids[1]].cached == 70
     assert mx.all(told.logprobs[uids[0]][0] <= 0)

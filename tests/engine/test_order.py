@@ -1,18 +1,30 @@
-"""Requests with several choices beside others: none waits behind all choices of another, and all replies stay those of stock."""
+"""Requests with several choices beside others: none waits behind all choices of another, and all
+replies stay those of stock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, make_engine, words
+from engine.engines import (
+    Told,
+    assert_nothing_held,
+    assert_stock,
+    bytes_of,
+    drive,
+    make_engine,
+    words,
+)
 
 from mlx_blockpool.engine.request import Request, Started
 
 PROMPT, OTHER = words(3, 40), words(4, 30)
 
 
-def choices(engine: Any, group: str, count: int, prompt: Sequence[int] = PROMPT, **more: Any) -> list[int]:
+def choices(
+    engine: Any, group: str, count: int, prompt: Sequence[int] = PROMPT, **more: Any
+) -> list[int]:
     tokens = list(prompt)
     return engine.insert_all([Request(tokens, 12, group=group, **more) for _ in range(count)])
 
@@ -61,7 +73,9 @@ def test_requests_with_many_choices_share_the_places_evenly() -> None:
         engine,
         prefix,
         told,
-        dict.fromkeys(first, PROMPT) | dict.fromkeys(groups[1], OTHER) | dict.fromkeys(groups[2], words(5, 25)),
+        dict.fromkeys(first, PROMPT)
+        | dict.fromkeys(groups[1], OTHER)
+        | dict.fromkeys(groups[2], words(5, 25)),
     )
 
 
@@ -71,7 +85,11 @@ def test_with_one_place_requests_take_turns_choice_by_choice() -> None:
     told = run_until_full(engine, 1)
     others = [engine.insert(Request(OTHER, 3)) for _ in range(2)]
     told = drive(engine, told)
-    assert [event.uid for event in told.order if isinstance(event, Started)] == [many[0], *others, *many[1:]]
+    assert [event.uid for event in told.order if isinstance(event, Started)] == [
+        many[0],
+        *others,
+        *many[1:],
+    ]
     check(engine, prefix, told, dict.fromkeys(many, PROMPT) | dict.fromkeys(others, OTHER))
 
 
@@ -81,7 +99,12 @@ def test_choices_of_an_agent_go_before_its_next_request() -> None:
     told = run_until_full(engine, 1)
     following, other = (engine.insert(Request(OTHER, 3, agent=agent)) for agent in ("ann", "bob"))
     told = drive(engine, told)
-    assert [event.uid for event in told.order if isinstance(event, Started)] == [many[0], other, many[1], following]
+    assert [event.uid for event in told.order if isinstance(event, Started)] == [
+        many[0],
+        other,
+        many[1],
+        following,
+    ]
     check(engine, prefix, told, dict.fromkeys(many, PROMPT) | {following: OTHER, other: OTHER})
 
 
@@ -110,7 +133,7 @@ def test_waiting_choices_share_the_tokens_of_their_prompt() -> None:
     engine, _ = make_engine("llama", max_members=1)
     tokens = list(PROMPT)
     engine.insert_all([Request(tokens, 4, group="many") for _ in range(3)])
-    assert [sequence.tokens is tokens for sequence in engine.waiting] == [True] * 3
+    assert [sequence.tokens is tokens for sequence in engine.scheduler.waiting] == [True] * 3
     drive(engine)
     assert tuple(tokens) == PROMPT
 

@@ -1,4 +1,6 @@
-"""Models whose batches are not in the pool: mlx-lm's own caches, and padded batches beside the pool."""
+"""Models whose batches are not in the pool: mlx-lm's own caches, and padded batches beside the
+pool.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,22 @@ from mlx_blockpool.engine.caches import PaddedCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.engine.stock import GuardedPromptCache, StockCaches
-from mlx_blockpool.kv.attach import batches_padded
-from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.memory import batch_memory
+from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.capabilities import Capabilities
+from mlx_blockpool.kv.probe import batches_padded
+from mlx_blockpool.model_files.memory import batch_memory
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
 ROOMY = 40_000_000
 COMMON = words(1, 300)
-PROMPTS = [words(2, 1), words(3, 40), (*COMMON, *words(4, 30)), words(5, 129), (*COMMON, *words(6, 90)), words(7, 130)]
+PROMPTS = [
+    words(2, 1),
+    words(3, 40),
+    (*COMMON, *words(4, 30)),
+    words(5, 129),
+    (*COMMON, *words(6, 90)),
+    words(7, 130),
+]
 
 
 @functools.cache
@@ -52,12 +62,18 @@ def check(name: str, prompt: tuple[int, ...], found: list[int], count: int) -> N
 def stock_engine(name: str, **config: Any) -> tuple[BlockPoolBatchEngine, GuardedPromptCache]:
     known = GuardedPromptCache(50)
     caches = StockCaches(plain_model(name), name, known, batches(name))
-    return BlockPoolBatchEngine(plain_model(name), caches, EngineConfig(**{"prefill_tokens": 128, **config})), known
+    return BlockPoolBatchEngine(
+        plain_model(name), caches, EngineConfig(**{"prefill_tokens": 128, **config})
+    ), known
 
 
-def padded_engine(name: str, batch_bytes: int = ROOMY, pool_bytes: int = ROOMY) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
-    prefix = TieredPrefixCache(open_pool(plain_model(name), pool_bytes, attach=False))
-    caches = PaddedCaches(prefix, batch_bytes, batches(name))
+def padded_engine(
+    name: str, batch_bytes: int = ROOMY, pool_bytes: int = ROOMY
+) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
+    arena = open_pool(plain_model(name), pool_bytes, attach=False)
+    arena.capabilities = Capabilities("padded" if batches(name) else None)
+    prefix = TieredPrefixCache(arena)
+    caches = PaddedCaches(prefix, batch_bytes)
     return BlockPoolBatchEngine(plain_model(name), caches, EngineConfig(prefill_tokens=128)), prefix
 
 
@@ -69,11 +85,16 @@ def serve_all(engine: BlockPoolBatchEngine, name: str, count: int = 8) -> Told:
     return told
 
 
-# -- mlx-lm's own caches -----------------------------------------------------------------------------------------------
+# -- mlx-lm's own caches ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "together"), [("lfm2", True), ("gemma2", False), ("llama", True), ("gemma3_text", True)])
-def test_on_mlx_lms_own_caches_replies_are_those_of_single_sequences(name: str, together: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [("lfm2", True), ("gemma2", False), ("llama", True), ("gemma3_text", True)],
+)
+def test_on_mlx_lms_own_caches_replies_are_those_of_single_sequences(
+    name: str, together: bool
+) -> None:
     assert batches(name) == together
     engine, _ = stock_engine(name)
     serve_all(engine, name)
@@ -104,7 +125,8 @@ def test_choices_for_one_prompt_compute_it_once(name: str, own: bool) -> None:
     told = drive(engine)
     for uid in uids:
         check(name, prompt, told.tokens[uid], 4)
-    # Batches of gemma2 do not merge: its choices run one after the other, and mlx-lm's cache leaves a token of each to compute.
+    # Batches of gemma2 do not merge: its choices run one after the other, and mlx-lm's cache leaves
+    # a token of each to compute.
     left = int(own and name == "gemma2")
     assert engine.counts["prompt_tokens"] == 39 + 2 * left
     assert sorted(told.started[uid].cached for uid in uids) == [0, 39 - left, 39 - left]
@@ -145,10 +167,13 @@ def test_on_mlx_lms_own_caches_cancel_keeps_what_was_computed(name: str, steps: 
     check(name, question, told.tokens[again], 4)
 
 
-# -- padded batches beside the pool ------------------------------------------------------------------------------------
+# -- padded batches beside the pool ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "together"), [("gemma2", False), ("llama", True), ("gemma3_text", True), ("gpt_oss", True)])
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [("gemma2", False), ("llama", True), ("gemma3_text", True), ("gpt_oss", True)],
+)
 def test_in_padded_batches_replies_are_those_of_single_sequences(name: str, together: bool) -> None:
     assert batches(name) == together
     engine, prefix = padded_engine(name)
@@ -173,7 +198,9 @@ def test_in_padded_batches_a_second_turn_reuses_the_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", only(["llama", "gemma3_text", "gpt_oss"], "gpt_oss"))
-def test_a_padded_batch_that_grows_out_of_its_bytes_swaps_out_and_never_exceeds_them(name: str) -> None:
+def test_a_padded_batch_that_grows_out_of_its_bytes_swaps_out_and_never_exceeds_them(
+    name: str,
+) -> None:
     prompts = [words(i, 120 - 7 * i) for i in range(4)]
     spec = open_pool(plain_model(name), ROOMY, attach=False).spec
     size = batch_memory(spec, [200] * 3).bytes.grown.allocated
@@ -181,13 +208,15 @@ def test_a_padded_batch_that_grows_out_of_its_bytes_swaps_out_and_never_exceeds_
     uids = [engine.insert(Request(prompt, 200)) for prompt in prompts]
 
     def fits(_: Told) -> None:
-        lengths = [len(r.tokens) for r in engine._batch.members]
+        lengths = [len(r.tokens) for r in engine.scheduler.batch.members]
         assert len(lengths) < 2 or batch_memory(spec, lengths).bytes.grown.allocated <= size
 
     told = drive(engine, after=fits)
     for uid, prompt in zip(uids, prompts, strict=True):
         check(name, prompt, told.tokens[uid], 200)
-    assert 0 < engine.counts["swapped_out"] == engine.counts["swapped_in"] < 20, "not one that goes and comes all the time"
+    assert 0 < engine.counts["swapped_out"] == engine.counts["swapped_in"] < 20, (
+        "not one that goes and comes all the time"
+    )
     assert [e.uid for e in told.order if getattr(e, "finish_reason", None)] == uids
     assert_nothing_held(prefix)
 
@@ -201,7 +230,9 @@ def test_a_padded_batch_of_one_needs_no_bytes_of_its_own() -> None:
 
 def test_a_model_that_does_not_batch_has_its_pool_to_one_sequence() -> None:
     spec = open_pool(plain_model("gemma2"), ROOMY, attach=False).spec
-    engine, prefix = padded_engine("gemma2", pool_bytes=2 * sum(map(spec.bytes_per_block, spec.groups)))
+    engine, prefix = padded_engine(
+        "gemma2", pool_bytes=2 * sum(map(spec.bytes_per_block, spec.groups))
+    )
     uids = [engine.insert(Request(words(i, 250), 20)) for i in range(3)]
 
     def alone(_: Told) -> None:
@@ -213,7 +244,7 @@ def test_a_model_that_does_not_batch_has_its_pool_to_one_sequence() -> None:
     assert_nothing_held(prefix)
 
 
-# -- mlx-lm's prompt cache with a guard --------------------------------------------------------------------------------
+# -- mlx-lm's prompt cache with a guard ------------------------------------------------------------
 
 
 def computed(name: str, tokens: tuple[int, ...]) -> list[Any]:
@@ -224,7 +255,10 @@ def computed(name: str, tokens: tuple[int, ...]) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "kept"), [("llama", 298), ("lfm2", 0)])
 def test_an_exact_repeat_leaves_tokens_to_compute(name: str, kept: int) -> None:
-    """mlx-lm's cut and ours leave one each. A state cannot be cut: only what was kept at a shorter place serves."""
+    """mlx-lm's cut and ours leave one each.
+
+    A state cannot be cut: only what was kept at a shorter place serves.
+    """
     known = GuardedPromptCache(10)
     known.insert_cache(name, list(COMMON), computed(name, COMMON))
     assert known.cached_tokens(name, list(COMMON)) == kept
@@ -262,3 +296,10 @@ def test_given_caches_are_known_under_the_salt_of_their_request_alone() -> None:
     engine.insert(Request(prompt, 5, salt=bytes(32)), caches)
     assert known.cached_tokens(("llama", bytes(32)), prompt) == 200
     assert known.cached_tokens("llama", prompt) == 0
+
+
+def test_salts_of_which_nothing_is_cached_any_more_are_dropped() -> None:
+    known = GuardedPromptCache(2)
+    for number in range(5):
+        known.insert_cache(("llama", bytes([number])), [1, 2, 3], computed("llama", [1, 2, 3]))
+    assert list(known._trie._trie) == [("llama", bytes([number])) for number in (3, 4)]

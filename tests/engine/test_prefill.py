@@ -9,13 +9,17 @@ import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_engine, serve, words
 
 from mlx_blockpool.engine import engine as engine_module
-from mlx_blockpool.engine.prefill import choose, chunk_end
 from mlx_blockpool.engine.request import Request
+from mlx_blockpool.engine.scheduler import choose, chunk_end
 from mlx_blockpool.engine.sequence import Sequence
 
 
-def running(uid: int, tokens: int, computed: int = 0, breakpoints: tuple[int, ...] = ()) -> Sequence:
-    found = Sequence(uid, Request([0] * tokens, breakpoints=[(at, "user") for at in breakpoints]), 0.0)
+def running(
+    uid: int, tokens: int, computed: int = 0, breakpoints: tuple[int, ...] = ()
+) -> Sequence:
+    found = Sequence(
+        uid, Request([0] * tokens, breakpoints=[(at, "user") for at in breakpoints]), 0.0
+    )
     found.computed = computed
     return found
 
@@ -79,7 +83,7 @@ def test_a_mark_before_the_end_makes_a_prompt_long() -> None:
     assert chosen([running(1, 30, breakpoints=(10,)), running(2, 30)], long_first=True) == [1]
 
 
-# -- in the engine -----------------------------------------------------------------------------------------------------
+# -- in the engine ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
@@ -134,7 +138,10 @@ def test_a_marked_beginning_is_known_before_the_prompt_has_ended(name: str) -> N
     engine.insert(Request(words(1, 700), 4, breakpoints=[(350, "system"), (500, "user")]))
     other = (*words(1, 350), *words(2, 40))
     later = (*words(1, 500), *words(3, 40))
-    drive(engine, after=lambda told: any(done == 350 for _, p in told.progress.items() for done, _ in p))
+    drive(
+        engine,
+        after=lambda told: any(done == 350 for _, p in told.progress.items() for done, _ in p),
+    )
     assert prefix.look(other).hit == 350
     drive(engine)
     assert (prefix.look(other).hit, prefix.look(later).hit) == (350, 500)
@@ -179,7 +186,7 @@ def test_decode_has_its_share_of_the_time_while_prompts_wait(
     engine, _ = make_engine("llama", decode_share=share, prefill_tokens=64)
     clock = Clock(engine.model)
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    engine.model = engine._batch.model = clock
+    engine.model = engine.scheduler.batch.model = clock
     engine.insert(Request(words(1, 30), 400))
     drive(engine, after=lambda told: 1 in told.tokens)
     engine.insert(Request(words(2, 64 * 5 + 1), 1))

@@ -27,7 +27,10 @@ def test_processors_get_all_tokens_so_far_cached_ones_too(name: str) -> None:
         seen.append(tokens.tolist())
         return logits
 
-    uids = [engine.insert(Request(p, 6, processors=[look] if i == 1 else ())) for i, p in enumerate(prompts)]
+    uids = [
+        engine.insert(Request(p, 6, processors=[look] if i == 1 else ()))
+        for i, p in enumerate(prompts)
+    ]
     told = drive(engine)
     assert told.started[uids[1]].cached in (299, 300)
     reply = told.tokens[uids[1]]
@@ -37,9 +40,16 @@ def test_processors_get_all_tokens_so_far_cached_ones_too(name: str) -> None:
 @pytest.mark.parametrize("name", RAGGED)
 def test_penalties_are_those_of_mlx_lms_own_batch(name: str) -> None:
     prompts = [words(1, 300), (*words(1, 300), *words(2, 30)), words(3, 3)]
-    penalty: dict[str, Any] = {"repetition_penalty": 1.5, "repetition_context_size": 400, "logit_bias": {3: 1.0}}
+    penalty: dict[str, Any] = {
+        "repetition_penalty": 1.5,
+        "repetition_context_size": 400,
+        "logit_bias": {3: 1.0},
+    }
     stock = BatchGenerator(stock_model(name), max_tokens=10)
-    uids = stock.insert([list(p) for p in prompts], logits_processors=[make_logits_processors(**penalty) for _ in prompts])
+    uids = stock.insert(
+        [list(p) for p in prompts],
+        logits_processors=[make_logits_processors(**penalty) for _ in prompts],
+    )
     expected: dict[int, list[int]] = {uid: [] for uid in uids}
     while any(len(tokens) < 10 for tokens in expected.values()):
         for response in stock.next()[1]:
@@ -57,7 +67,9 @@ def test_logprobs_are_those_of_single_stock_sequences(name: str) -> None:
     uids, told = serve(engine, prompts, 6)
     for uid, prompt in zip(uids, prompts, strict=True):
         for (token, logprobs), found in zip(
-            generate_step(mx.array(prompt), stock_model(name), max_tokens=6), told.logprobs[uid], strict=True
+            generate_step(mx.array(prompt), stock_model(name), max_tokens=6),
+            told.logprobs[uid],
+            strict=True,
         ):
             assert mx.allclose(logprobs, found, atol=1e-4, rtol=0)
             assert int(token) == mx.argmax(found).item()

@@ -1,4 +1,6 @@
-"""The engines of two ranks, as threads: what only rank 0 knows, what it costs to agree, and what ends the group."""
+"""The engines of two ranks, as threads: what only rank 0 knows, what it costs to agree, and what
+ends the group.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from ranks.threads import ThreadRanks, joined, on_ranks
 
 from mlx_blockpool.config import EngineConfig, RankConfig
 from mlx_blockpool.engine.caches import PaddedCaches
-from mlx_blockpool.engine.ranked import RankedEngine
 from mlx_blockpool.engine.request import Failed, Request
-from mlx_blockpool.errors import GroupError, GroupLostError, RequestTooLargeError
-from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.memory import batch_memory
+from mlx_blockpool.errors import GroupLostError, RequestTooLargeError
+from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.capabilities import Capabilities
+from mlx_blockpool.model_files.memory import batch_memory
+from mlx_blockpool.ranks.driver import GroupDriver
 from mlx_blockpool.ranks.facts import Cancel, Fail, Insert, read, write
 from mlx_blockpool.ranks.group import Ranks
 from mlx_blockpool.ranks.head import Head
@@ -45,8 +48,8 @@ class Arrivals(Plan):
         self.given = given
         self.uids: list[int] = []
 
-    def come(self, engine: RankedEngine, turn: int) -> bool:
-        self.uids += engine.insert_all(self.given.pop(turn, []))
+    def come(self, driver: GroupDriver, turn: int) -> bool:
+        self.uids += driver.insert_all(self.given.pop(turn, []))
         return bool(self.given)
 
 
@@ -54,8 +57,11 @@ def padded(ranks: Ranks) -> Rank:
     """A rank whose model is not attached, with a padded batch of few tokens."""
     with MAKING:
         arena = open_pool(plain_model(ranks.rank), N_BYTES, attach=False)
+    arena.capabilities = Capabilities("padded")
     few = batch_memory(arena.spec, [200] * 3).bytes.grown.allocated
-    return rank_of(ranks, plain_model(ranks.rank), PaddedCaches(TieredPrefixCache(arena), few, merges=True), EngineConfig())
+    return rank_of(
+        ranks, plain_model(ranks.rank), PaddedCaches(TieredPrefixCache(arena), few), EngineConfig()
+    )
 
 
 def run(requests: list[Request]) -> tuple[list[int], Told, list[Rank]]:
@@ -84,7 +90,9 @@ def test_replies_in_forms_jump_on_both_ranks_as_on_one(seed: int | None) -> None
 @pytest.mark.thorough
 def test_ranks_stay_alike_in_padded_batches_too() -> None:
     prompts = [*(words(i, 120 - 7 * i) for i in range(4)), (*words(1, 113), *words(9, 30))]
-    plan = Arrivals({0: [Request(prompt, 200) for prompt in prompts[:4]], 30: [Request(prompts[4], 5)]})
+    plan = Arrivals(
+        {0: [Request(prompt, 200) for prompt in prompts[:4]], 30: [Request(prompts[4], 5)]}
+    )
     ranks = run_ranked(2, plan, padded)
     for uid, prompt in zip(plan.uids, prompts, strict=True):
         assert_stock("llama", prompt, ranks[0].told.tokens[uid])
@@ -121,8 +129,12 @@ def test_a_request_that_ends_before_its_error_is_known_has_failed() -> None:
 def test_a_step_costs_one_draw_and_several_share_an_exchange() -> None:
     def count(ranks: ThreadRanks) -> tuple[Rank, dict[str, int]]:
         rank = make_rank(ranks, "llama", N_BYTES, EngineConfig())
-        uids = rank.engine.insert_all([Request(words(i, 40), 21) for i in range(3)]) if ranks.rank == 0 else []
-        while not rank.leases or len(rank.engine):
+        uids = (
+            rank.driver.insert_all([Request(words(i, 40), 21) for i in range(3)])
+            if ranks.rank == 0
+            else []
+        )
+        while not rank.leases or len(rank.driver):
             take_turn(rank)
         assert all(len(rank.told.tokens[uid]) == 21 for uid in uids)
         return rank, dict(ranks.calls)
@@ -135,13 +147,13 @@ def test_a_step_costs_one_draw_and_several_share_an_exchange() -> None:
 
 
 def take_turn(rank: Rank) -> None:
-    ranks, engine = rank.ranks, rank.engine
-    head = Head(turns=engine.lease_for(0.001, CONFIG))
-    sent = ranks.exchange(head, write([("", fact) for fact in engine.outgoing()]))
-    engine.apply([fact for each in sent for _, fact in read(each.mail)])
+    ranks, driver = rank.ranks, rank.driver
+    head = Head(turns=driver.lease_for(0.001, CONFIG))
+    sent = ranks.exchange(head, write([("", fact) for fact in driver.outgoing()]))
+    driver.apply([fact for each in sent for _, fact in read(each.mail)])
     for step in range(sent[0].head.turns):
-        if step == 0 or engine.is_steady:
-            rank.told.take(engine.next())
+        if step == 0 or driver.is_steady:
+            rank.told.take(driver.next())
             rank.leases[step] += 1
 
 
@@ -150,12 +162,12 @@ def test_an_error_on_one_rank_ends_the_group_on_all() -> None:
 
     def act(ranks: ThreadRanks) -> None:
         rank = make_rank(ranks, "llama", N_BYTES, EngineConfig())
-        rank.engine.apply([Insert(1, tuple(words(1, 40)), 8)])
+        rank.driver.apply([Insert(1, tuple(words(1, 40)), 8)])
         if ranks.rank == 1:
-            rank.engine.model = rank.engine._batch.model = lambda *_, **__: no()
+            rank.engine.model = rank.engine.scheduler.batch.model = lambda *_, **__: no()
         try:
             while True:
-                rank.engine.next()
+                rank.driver.next()
         except GroupLostError as error:
             errors.append(str(error))
         assert ranks.is_lost
@@ -167,64 +179,88 @@ def test_an_error_on_one_rank_ends_the_group_on_all() -> None:
 
 
 def test_requests_and_hang_ups_take_effect_when_they_are_applied() -> None:
-    engine = alone().engine
-    kept, left = engine.insert_all([Request(words(i, 40), 8) for i in range(2)])
-    engine.cancel(left)
-    assert (len(engine), engine.sequences, engine.is_blocked) == (2, [], False)
-    facts = engine.outgoing()
-    assert [(type(fact), fact.uid) for fact in facts] == [(Insert, kept), (Insert, left), (Cancel, left)]
-    assert engine.outgoing() == []
-    engine.apply(facts)
-    assert (len(engine), [sequence.uid for sequence in engine.sequences]) == (1, [kept])
+    driver = alone().driver
+    kept, left = driver.insert_all([Request(words(i, 40), 8) for i in range(2)])
+    driver.cancel(left)
+    assert (len(driver), driver.engine.sequences, driver.is_blocked) == (2, [], False)
+    facts = driver.outgoing()
+    assert [(type(fact), fact.uid) for fact in facts] == [
+        (Insert, kept),
+        (Insert, left),
+        (Cancel, left),
+    ]
+    assert driver.outgoing() == []
+    driver.apply(facts)
+    assert (len(driver), [sequence.uid for sequence in driver.engine.sequences]) == (1, [kept])
 
 
 def test_a_request_is_the_same_on_another_rank_but_for_what_draws_its_tokens() -> None:
-    first, second = (make_rank(ranks, "llama", N_BYTES, EngineConfig()).engine for ranks in joined(2))
+    first, second = (
+        make_rank(ranks, "llama", N_BYTES, EngineConfig()).driver for ranks in joined(2)
+    )
     given = Request(
-        words(1, 40), 8, stop=StopSequences([(1, 2, 3), (2, 3), (7,)]), breakpoints=[(4, "system")], agent="ann", noted_as="bob",
-        pins=[(4, 60.0)], retention="day", group="g", priority=3, salt=bytes(range(32)), form=form_of(PERSON),
-    )  # fmt: skip
+        words(1, 40),
+        8,
+        stop=StopSequences([(1, 2, 3), (2, 3), (7,)]),
+        breakpoints=[(4, "system")],
+        agent="ann",
+        noted_as="bob",
+        pins=[(4, 60.0)],
+        retention="day",
+        group="g",
+        priority=3,
+        salt=bytes(range(32)),
+        form=form_of(PERSON),
+    )
     first.insert_all([given, given])
     facts = [fact for _, fact in read(write([("", fact) for fact in first.outgoing()]))]
     first.apply(facts)
     second.apply(facts)
-    for own, other in zip(first.sequences, second.sequences, strict=True):
+    for own, other in zip(first.engine.sequences, second.engine.sequences, strict=True):
         assert other.request.form is None
-        assert (own.due, own.breakpoints, own.pins, own.policy) == (other.due, other.breakpoints, other.pins, other.policy)
-        assert (own.request.name, own.of, own.request.priority) == (other.request.name, other.of, other.request.priority)
+        assert (own.due, own.breakpoints, own.pins, own.policy) == (
+            other.due,
+            other.breakpoints,
+            other.pins,
+            other.policy,
+        )
+        assert (own.request.name, own.request_key, own.request.priority) == (
+            other.request.name,
+            other.request_key,
+            other.request.priority,
+        )
     # Choices share the list of their prompt.
-    assert second.sequences[0].request.tokens is second.sequences[1].request.tokens
-    matchers = [each.sequences[0].request.stop.matcher() for each in (first, second)]
+    assert second.engine.sequences[0].request.tokens is second.engine.sequences[1].request.tokens
+    matchers = [each.engine.sequences[0].request.stop.matcher() for each in (first, second)]
     for token in (1, 2, 3, 1, 7, 2, 2, 3):
         stops = [matcher.advance(token) for matcher in matchers]
         assert stops[0] == stops[1]
 
 
 def test_what_a_group_cannot_do_is_refused() -> None:
-    engine = alone().engine
+    driver = alone().driver
     with pytest.raises(RequestTooLargeError):
-        engine.insert(Request(words(1, 40), 10**6))
-    with pytest.raises(ValueError, match="Several ranks take no caches"):
-        engine.insert(Request(words(1, 40), 8), [object()])
-    with pytest.raises(GroupError, match="its own part"):
-        engine.extract_cache([1])
-    assert (len(engine), engine.outgoing()) == (0, [])
+        driver.insert(Request(words(1, 40), 10**6))
+    assert (len(driver), driver.outgoing()) == (0, [])
 
 
 def test_leases_are_of_one_step_where_facts_are_about_to_come() -> None:
     def act(ranks: ThreadRanks) -> list[int]:
-        engine, leases = make_rank(ranks, "llama", N_BYTES, EngineConfig(prefill_tokens=128)).engine, []
+        driver, leases = (
+            make_rank(ranks, "llama", N_BYTES, EngineConfig(prefill_tokens=128)).driver,
+            [],
+        )
         config = RankConfig(lease_seconds=0.02, most_turns=16)
-        engine.apply([Insert(1, tuple(words(1, 200)), 30)])
+        driver.apply([Insert(1, tuple(words(1, 200)), 30)])
         for _ in range(4):
-            leases.append(engine.lease_for(0.001, config))
-            engine.next()
-        leases += [engine.lease_for(seconds, config) for seconds in (0.0, 0.005, 1.0)]
+            leases.append(driver.lease_for(0.001, config))
+            driver.next()
+        leases += [driver.lease_for(seconds, config) for seconds in (0.0, 0.005, 1.0)]
         if ranks.rank == 0:
-            engine.insert(Request(words(2, 30), 8, form=form_of(PERSON), stop=STOP))
-            leases.append(engine.lease_for(0.001, config))
-            engine.apply(engine.outgoing())
-            leases.append(engine.lease_for(0.001, config))
+            driver.insert(Request(words(2, 30), 8, form=form_of(PERSON), stop=STOP))
+            leases.append(driver.lease_for(0.001, config))
+            driver.apply(driver.outgoing())
+            leases.append(driver.lease_for(0.001, config))
         return leases
 
     first, second = on_ranks(2, act)
@@ -234,53 +270,53 @@ def test_leases_are_of_one_step_where_facts_are_about_to_come() -> None:
 
 def test_a_request_that_is_dropped_while_its_model_is_unloaded_is_not_kept() -> None:
     rank = alone()
-    uid = rank.engine.insert(Request(words(1, 40), 8))
-    rank.engine.apply(rank.engine.outgoing())
+    uid = rank.driver.insert(Request(words(1, 40), 8))
+    rank.driver.apply(rank.driver.outgoing())
     assert [sequence.uid for sequence in rank.swap()] == [uid]
     assert list(rank.suspended) == [uid]
-    rank.engine.apply([Cancel(uid)])
+    rank.driver.apply([Cancel(uid)])
     assert rank.suspended == {}
 
 
 def test_uids_of_suspended_requests_do_not_come_again() -> None:
     rank = alone()
-    given = rank.engine.insert_all([Request(words(i, 40), 8) for i in range(3)])
-    rank.engine.apply(rank.engine.outgoing())
+    given = rank.driver.insert_all([Request(words(i, 40), 8) for i in range(3)])
+    rank.driver.apply(rank.driver.outgoing())
     first, *others = rank.swap()
-    new, resumed = rank.engine.insert(Request(words(4, 40), 8)), rank.engine.resume(first)
+    new, resumed = rank.driver.insert(Request(words(4, 40), 8)), rank.driver.resume(first)
     assert not {new, resumed} & set(given)
-    rank.engine.apply(rank.engine.outgoing())
+    rank.driver.apply(rank.driver.outgoing())
     assert {sequence.uid for sequence in rank.engine.sequences} == {resumed, new}
     assert list(rank.suspended) == [sequence.uid for sequence in others]
 
 
 def test_an_engine_that_is_reset_has_lost_the_requests_that_were_about_to_come_too() -> None:
-    engine = alone().engine
-    uids = engine.insert_all([Request(words(i, 40), 8) for i in range(2)])
-    assert engine.reset() == uids
-    assert (len(engine), engine.outgoing()) == (0, [])
+    driver = alone().driver
+    uids = driver.insert_all([Request(words(i, 40), 8) for i in range(2)])
+    assert driver.reset() == uids
+    assert (len(driver), driver.outgoing()) == (0, [])
 
 
 def test_a_fact_about_a_request_that_has_ended_changes_nothing() -> None:
     rank = alone()
-    before = rank.engine.fingerprint()
-    rank.engine.apply([Cancel(7), Fail(7)])
-    assert rank.engine.fingerprint() == before
+    before = rank.driver.fingerprint()
+    rank.driver.apply([Cancel(7), Fail(7)])
+    assert rank.driver.fingerprint() == before
 
 
 def test_fingerprints_differ_where_ranks_do() -> None:
-    engines = [make_rank(ranks, "llama", N_BYTES, EngineConfig()).engine for ranks in joined(2)]
-    for engine in engines:
-        engine.apply([Insert(1, tuple(words(1, 40)), 8)])
-    assert engines[0].fingerprint() == engines[1].fingerprint()
-    engines[1].apply([Insert(2, tuple(words(1, 40)), 8)])
-    assert engines[0].fingerprint() != engines[1].fingerprint()
+    drivers = [make_rank(ranks, "llama", N_BYTES, EngineConfig()).driver for ranks in joined(2)]
+    for driver in drivers:
+        driver.apply([Insert(1, tuple(words(1, 40)), 8)])
+    assert drivers[0].fingerprint() == drivers[1].fingerprint()
+    drivers[1].apply([Insert(2, tuple(words(1, 40)), 8)])
+    assert drivers[0].fingerprint() != drivers[1].fingerprint()
 
 
 def test_what_facts_have_ended_is_told_by_an_engine_that_takes_no_further_step() -> None:
-    engine = alone().engine
-    failed, kept = engine.insert_all([Request(words(i, 40), 8) for i in range(2)])
-    engine.apply([*engine.outgoing(), Fail(failed)])
-    assert [(type(event), event.uid) for event in engine.take_events()] == [(Failed, failed)]
-    assert engine.take_events() == []
-    assert [sequence.uid for sequence in engine.suspend()] == [kept]
+    driver = alone().driver
+    failed, kept = driver.insert_all([Request(words(i, 40), 8) for i in range(2)])
+    driver.apply([*driver.outgoing(), Fail(failed)])
+    assert [(type(event), event.uid) for event in driver.take_events()] == [(Failed, failed)]
+    assert driver.take_events() == []
+    assert [sequence.uid for sequence in driver.suspend()] == [kept]

@@ -1,4 +1,5 @@
-"""Engines of several ranks that bring prefixes back from their disks: what they agree on, and that replies stay mlx-lm's.
+"""Engines of several ranks that bring prefixes back from their disks: what they agree on, and that
+replies stay mlx-lm's.
 
 Each rank is a thread with a model, a pool and a folder of its own.
 """
@@ -24,9 +25,12 @@ from tier.lives import record_files
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.caches import PooledCaches
-from mlx_blockpool.engine.ranked import RankedEngine
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.capabilities import RAGGED
+from mlx_blockpool.prefix.eviction import eviction_order
+from mlx_blockpool.ranks.driver import GroupDriver
 from mlx_blockpool.ranks.facts import Lost, read, write
 from mlx_blockpool.ranks.head import Act, Head, TurnClock
 from mlx_blockpool.store.record import BLOCK as RECORD_OF_BLOCK
@@ -43,7 +47,7 @@ class Rank:
     """One rank: what its engine told, and the agreed state after each step."""
 
     ranks: ThreadRanks
-    engine: RankedEngine
+    driver: GroupDriver
     prefix: TieredPrefixCache
     clock: TurnClock
     told: Told = field(default_factory=Told)
@@ -51,13 +55,17 @@ class Rank:
     prompts: list[Sequence[int]] = field(default_factory=list)
     turns: int = 0
 
+    @property
+    def engine(self) -> BlockPoolBatchEngine:
+        return self.driver.engine
+
     def __post_init__(self) -> None:
         # The records were agreed on when the store was opened.
         self.votes_before = self.ranks.calls["least"]
 
     @property
     def stored(self) -> StoredPrefixes:
-        assert self.prefix.stored is not None
+        assert isinstance(self.prefix.stored, StoredPrefixes)
         return self.prefix.stored
 
     @property
@@ -67,18 +75,18 @@ class Rank:
     def insert(self, prompt: Sequence[int], max_tokens: int = 4, **more: Any) -> None:
         self.prompts.append(prompt)
         if self.ranks.rank == 0:
-            self.engine.insert(Request(prompt, max_tokens, **more))
+            self.driver.insert(Request(prompt, max_tokens, **more))
 
     def drive(self, until: Callable[[], bool] = lambda: False, most: int = 500) -> None:
         """Turns until all requests have ended, or until what is alike on all ranks is so."""
         for _ in range(most):
             self.turn()
-            if until() or not len(self.engine):
+            if until() or not len(self.driver):
                 return
-        raise AssertionError(f"{len(self.engine)} requests did not end; {dict(self.engine.counts)}")
+        raise AssertionError(f"{len(self.driver)} requests did not end; {dict(self.engine.counts)}")
 
     def turn(self) -> None:
-        engine, restores, ledger = self.engine, self.stored.restores, self.stored.ledger
+        driver, restores, ledger = self.driver, self.stored.restores, self.stored.ledger
         self.turns += 1
         number, restored, failed = restores.restored()
         head = Head(
@@ -86,24 +94,41 @@ class Rank:
             self.turns * 10_000,
             1000,
             1,
-            fingerprint=engine.fingerprint(),
+            fingerprint=driver.fingerprint(),
             takes=self.stored.store.takes(),
             restore=number,
             restored=restored,
             failed=failed,
         )
-        sent = self.ranks.exchange(head, write([("", fact) for fact in [*engine.outgoing(), *ledger.take_lost()]]))
+        sent = self.ranks.exchange(
+            head, write([("", fact) for fact in [*driver.outgoing(), *ledger.take_lost()]])
+        )
         heads = [each.head for each in sent]
-        assert len({each.fingerprint for each in heads}) == 1, f"the ranks differ before turn {self.turns}"
+        assert len({each.fingerprint for each in heads}) == 1, (
+            f"the ranks differ before turn {self.turns}"
+        )
         self.clock.begin(heads[0])
         ledger.agree(all(each.takes for each in heads))
         restores.commit(heads)
         for _, fact in (found for each in sent for found in read(each.mail)):
-            self.stored.forget(fact) if isinstance(fact, Lost) else engine.apply([fact])
-        self.told.take(engine.next())
+            self.stored.forget(fact) if isinstance(fact, Lost) else driver.apply([fact])
+        self.told.take(driver.next())
         index = self.prefix.index
-        nodes = [(n.hash.hex()[:8], n.residency.blocks, n.residency.on_disk, [*n.residency.checkpoints]) for n in index.trie]
-        self.trace.append(repr((nodes, [self.prefix.pool.eviction_order(group) for group in range(len(index.pool.groups))])))
+        nodes = [
+            (n.hash.hex()[:8], n.residency.blocks, n.residency.on_disk, [*n.residency.checkpoints])
+            for n in index.trie
+        ]
+        self.trace.append(
+            repr(
+                (
+                    nodes,
+                    [
+                        eviction_order(self.prefix.pool, group)
+                        for group in range(len(index.pool.groups))
+                    ],
+                )
+            )
+        )
 
     def check(self, name: str = "llama") -> list[int]:
         """The cached tokens of all requests, whose replies are those of mlx-lm."""
@@ -114,14 +139,23 @@ class Rank:
 
 
 def open_rank(
-    ranks: ThreadRanks, folder: Path, name: str = "llama", n_bytes: int = ROOMY, disk: Disk | None = None, **config: Any
+    ranks: ThreadRanks,
+    folder: Path,
+    name: str = "llama",
+    n_bytes: int = ROOMY,
+    disk: Disk | None = None,
+    **config: Any,
 ) -> Rank:
     model, spec = attached(name, ranks.rank)
     arena, clock = KVArena(spec, n_bytes), TurnClock()
-    arena.ragged = True
-    prefix = TieredPrefixCache(arena, store=open_store(folder / str(ranks.rank), disk, **config), ranks=ranks)
-    engine = RankedEngine(model, PooledCaches(prefix), EngineConfig(prefill_tokens=128), ranks, clock, {})
-    return Rank(ranks, engine, prefix, clock)
+    arena.capabilities = RAGGED
+    prefix = TieredPrefixCache(
+        arena, store=open_store(folder / str(ranks.rank), disk, **config), ranks=ranks
+    )
+    driver = GroupDriver(
+        model, PooledCaches(prefix), EngineConfig(prefill_tokens=128), ranks, clock, {}
+    )
+    return Rank(ranks, driver, prefix, clock)
 
 
 def on_all(act: Callable[[ThreadRanks], Any], name: str = "llama", size: int = 2) -> list[Any]:
@@ -140,7 +174,9 @@ def alike(found: list[Rank]) -> Rank:
     return found[0]
 
 
-def fill(folder: Path, *prompts: Sequence[int], name: str = "llama", size: int = 2, **more: Any) -> None:
+def fill(
+    folder: Path, *prompts: Sequence[int], name: str = "llama", size: int = 2, **more: Any
+) -> None:
     """Have each rank store these prompts, and end."""
 
     def act(ranks: ThreadRanks) -> None:
@@ -153,7 +189,13 @@ def fill(folder: Path, *prompts: Sequence[int], name: str = "llama", size: int =
     on_all(act, name, size)
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma3_text", "lfm2"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma3_text", "lfm2")),
+    ],
+)
 def test_requests_go_on_where_the_ranks_were_before_a_restart(tmp_path: Path, name: str) -> None:
     kept = len(LONG) if name == "llama" else 3 * BLOCK + 7
     fill(tmp_path, LONG, name=name, breakpoints=[(3 * BLOCK + 7, "user")])
@@ -200,7 +242,9 @@ def put_off(rank: Rank, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [damaged, pytest.param(put_off, marks=pytest.mark.thorough)])
-def test_what_one_rank_cannot_read_all_compute(tmp_path: Path, spoil: Callable[[Rank, Path], None]) -> None:
+def test_what_one_rank_cannot_read_all_compute(
+    tmp_path: Path, spoil: Callable[[Rank, Path], None]
+) -> None:
     fill(tmp_path, LONG)
 
     def act(ranks: ThreadRanks) -> Rank:
@@ -221,7 +265,9 @@ def test_what_one_rank_cannot_read_all_compute(tmp_path: Path, spoil: Callable[[
 
 @pytest.mark.thorough
 def test_a_request_that_is_suspended_votes_again(tmp_path: Path) -> None:
-    """One rank was against reading what the other rank can read, and the request has not started before the model is unloaded."""
+    """One rank was against reading what the other rank can read, and the request has not started
+    before the model is unloaded.
+    """
     fill(tmp_path, LONG)
 
     def act(ranks: ThreadRanks) -> Rank:
@@ -229,15 +275,15 @@ def test_a_request_that_is_suspended_votes_again(tmp_path: Path) -> None:
         rank.insert(words(50, 2 * BLOCK), 60)
         rank.drive(lambda: 1 in rank.told.tokens)
         if ranks.rank == 1:
-            rank.stored.restores.leave_alone()
+            rank.stored.restores.pause()
         rank.insert((*LONG, 3))
         rank.drive(lambda: rank.votes == 1)
         assert 2 not in rank.told.started
-        suspended = rank.engine.suspend()
+        suspended = rank.driver.suspend()
         rank.stored.restores.clock = lambda: math.inf
         for sequence in reversed(suspended):
             if ranks.rank == 0:
-                rank.engine.resume(sequence)
+                rank.driver.resume(sequence)
         rank.drive()
         return rank
 
@@ -247,7 +293,9 @@ def test_a_request_that_is_suspended_votes_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_disk_that_hangs_on_one_rank_holds_up_no_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_on_one_rank_holds_up_no_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path, LONG)
     monkeypatch.setattr(caches_module, "WAIT_SECONDS", 0.0)
     disk = GatedDisk()
@@ -274,15 +322,25 @@ def test_a_disk_that_hangs_on_one_rank_holds_up_no_reply(tmp_path: Path, monkeyp
 
 
 @pytest.mark.thorough
-def test_a_restore_gives_way_on_all_ranks_to_the_reply_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One disk is slow: while it is waited for, the reply that decodes needs the blocks. The request votes once all the same."""
+def test_a_restore_gives_way_on_all_ranks_to_the_reply_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One disk is slow: while it is waited for, the reply that decodes needs the blocks.
+
+    The request votes once all the same.
+    """
     past, prompt = words(71, 5 * BLOCK), words(50, BLOCK - 10)
     fill(tmp_path, past)
     monkeypatch.setattr(caches_module, "WAIT_SECONDS", 0.0)
     disk = GatedDisk()
 
     def act(ranks: ThreadRanks) -> Rank:
-        rank = open_rank(ranks, tmp_path, n_bytes=bytes_of("llama", 7 * BLOCK), disk=disk if ranks.rank == 1 else None)
+        rank = open_rank(
+            ranks,
+            tmp_path,
+            n_bytes=bytes_of("llama", 7 * BLOCK),
+            disk=disk if ranks.rank == 1 else None,
+        )
         rank.insert(prompt, BLOCK + 40)
         rank.drive(lambda: 1 in rank.told.tokens)
         if ranks.rank == 1:
@@ -301,7 +359,9 @@ def test_a_restore_gives_way_on_all_ranks_to_the_reply_that_runs(tmp_path: Path,
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
 def test_ranks_stay_alike_whatever_their_disks_do(tmp_path: Path, name: str) -> None:
-    """Three ranks, more prompts than the pool holds; records are damaged, vanish, or cannot be read for a while, anywhere."""
+    """Three ranks, more prompts than the pool holds; records are damaged, vanish, or cannot be
+    read for a while, anywhere.
+    """
     said = [words(80 + i, 2 * BLOCK + 30 * i) for i in range(5)]
     fill(tmp_path, *said, name=name, size=3)
 

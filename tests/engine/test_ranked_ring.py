@@ -1,4 +1,6 @@
-"""Random schedules on a ring of two processes, with a part of every layer or a stage each: alike, and as the whole model."""
+"""Random schedules on a ring of two processes, with a part of every layer or a stage each:
+alike, and as the whole model.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.opening import open_caches
-from mlx_blockpool.engine.ranked import RankedEngine
 from mlx_blockpool.engine.request import Request
+from mlx_blockpool.ranks.driver import GroupDriver
 from mlx_blockpool.ranks.group import Ranks
 
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("ranks")]
@@ -33,7 +35,10 @@ class Crowd(Plan):
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
         system = [rng.randrange(1, 120) for _ in range(300)]
-        self.prompts = [system[: rng.randrange(100, 300)] + [rng.randrange(1, 120) for _ in range(50)] for _ in range(8)]
+        self.prompts = [
+            system[: rng.randrange(100, 300)] + [rng.randrange(1, 120) for _ in range(50)]
+            for _ in range(8)
+        ]
         self.due = sorted(rng.randrange(60) for _ in self.prompts)
         self.most = [rng.randrange(5, 60) for _ in self.prompts]
         self.hangs_up = rng.randrange(1, 30)
@@ -45,11 +50,11 @@ class Crowd(Plan):
             return Request(self.prompts[number], 100, form=form_of(PERSON), stop=STOP)
         return Request(self.prompts[number], self.most[number], breaking if number == 3 else None)
 
-    def come(self, engine: RankedEngine, turn: int) -> bool:
+    def come(self, driver: GroupDriver, turn: int) -> bool:
         while len(self.uids) < len(self.due) and self.due[len(self.uids)] <= turn:
-            self.uids.append(engine.insert(self.request(len(self.uids))))
+            self.uids.append(driver.insert(self.request(len(self.uids))))
         if len(self.uids) > 2 and turn == self.due[2] + self.hangs_up:
-            engine.cancel(self.uids[2])
+            driver.cancel(self.uids[2])
             self.left.append(self.uids[2])
         return len(self.uids) < len(self.due)
 

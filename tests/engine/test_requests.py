@@ -7,7 +7,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_engine, serve, stock_reply, words
+from engine.engines import (
+    Told,
+    assert_nothing_held,
+    assert_stock,
+    drive,
+    make_engine,
+    serve,
+    stock_reply,
+    words,
+)
 from mlx_lm.generate import StopSequences
 from thorough import only
 
@@ -17,7 +26,7 @@ from mlx_blockpool.errors import PoolExhaustedError
 RAGGED = only(["llama", "gemma3_text", "gpt_oss"], "gemma3_text")
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
+# -- order -----------------------------------------------------------------------------------------
 
 
 def test_requests_of_an_agent_run_one_after_the_other_and_others_pass() -> None:
@@ -25,7 +34,11 @@ def test_requests_of_an_agent_run_one_after_the_other_and_others_pass() -> None:
     for i, agent in enumerate(["a", "a", "b", None, "a", "b"]):
         engine.insert(Request(words(i, 40), 5, agent=agent))
     told = drive(engine)
-    place = {(type(e), e.uid): i for i, e in enumerate(told.order) if isinstance(e, Started) or (e.uid in told.reasons)}
+    place = {
+        (type(e), e.uid): i
+        for i, e in enumerate(told.order)
+        if isinstance(e, Started) or (e.uid in told.reasons)
+    }
     started = {uid: place[Started, uid] for uid in range(1, 7)}
     ended = {e.uid: i for i, e in enumerate(told.order) if isinstance(e, Token) and e.finish_reason}
     for first, second in ((1, 2), (2, 5), (3, 6)):
@@ -39,7 +52,10 @@ def test_an_agent_goes_on_when_its_first_request_is_cancelled_or_fails() -> None
     def fails(_: mx.array) -> mx.array:
         raise ValueError("no draw")
 
-    uids = [engine.insert(Request(words(i, 40), 5, sampler, agent="a")) for i, sampler in enumerate([None, fails, None])]
+    uids = [
+        engine.insert(Request(words(i, 40), 5, sampler, agent="a"))
+        for i, sampler in enumerate([None, fails, None])
+    ]
     drive(engine, after=lambda told: 1 in told.tokens)
     engine.cancel(uids[0])
     told = drive(engine)
@@ -63,7 +79,7 @@ def test_a_prompt_of_one_token_needs_no_prefill(name: str) -> None:
     assert_stock(name, [5], told.tokens[uid])
 
 
-# -- ends --------------------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", only(["llama", "gemma3_text"], "gemma3_text"))
@@ -102,7 +118,11 @@ def test_cancelling_what_is_not_there_changes_nothing() -> None:
 def test_a_stop_sequence_ends_with_its_last_token_and_says_stop() -> None:
     prompt = words(1, 60)
     reply = stock_reply("llama", prompt).tokens(12)
-    stop = next(i for i in range(3, 12) if reply[i - 1 : i + 1] not in [reply[j - 1 : j + 1] for j in range(1, i)])
+    stop = next(
+        i
+        for i in range(3, 12)
+        if reply[i - 1 : i + 1] not in [reply[j - 1 : j + 1] for j in range(1, i)]
+    )
     engine, _ = make_engine("llama")
     wanted = StopSequences([list(reply[stop - 1 : stop + 1]), [200, 201]])
     uids = [engine.insert(Request(prompt, 12, stop=wanted)), engine.insert(Request(prompt, 12))]
@@ -117,13 +137,15 @@ def test_two_requests_with_the_same_stop_sequences_match_each_their_own() -> Non
     engine, _ = make_engine("llama")
     draws = {1: iter([7, 1, 7, 1]), 2: iter([7, 7, 1, 1]), 3: iter([1, 7, 7, 1])}
     for draw in draws.values():
-        engine.insert(Request(words(1, 10), 4, lambda _, draw=draw: mx.array([next(draw, 0)]), stop=stop))
+        engine.insert(
+            Request(words(1, 10), 4, lambda _, draw=draw: mx.array([next(draw, 0)]), stop=stop)
+        )
     told = drive(engine)
     assert told.tokens == {1: [7, 1, 7, 1], 2: [7, 7], 3: [1, 7, 7]}
     assert told.reasons == {1: "length", 2: "stop", 3: "stop"}
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 def after(count: int, then: Callable[[], Any]) -> Callable[..., mx.array]:
@@ -149,7 +171,10 @@ def test_a_sampler_or_processor_that_raises_fails_alone_and_once(who: str, count
     sampler = None if who == "processor" else after(count, no)
     processors = [] if who == "sampler" else [after(count, no)]
     prompts = [words(i, 30 + i) for i in range(3)]
-    uids = [engine.insert(Request(prompts[0], 8)), engine.insert(Request(prompts[1], 8, sampler, processors))]
+    uids = [
+        engine.insert(Request(prompts[0], 8)),
+        engine.insert(Request(prompts[1], 8, sampler, processors)),
+    ]
     uids.append(engine.insert(Request(prompts[2], 8)))
     told = drive(engine)
     assert list(told.failed) == [uids[1]]
@@ -172,7 +197,9 @@ def test_random_numbers_can_be_drawn_after_a_compiled_sampler_has_failed() -> No
     _, told = serve(engine, [words(1, 20)], 4, sampler=compiled)
     assert isinstance(told.failed[1], ValueError)
     assert mx.random.uniform(0, 1).item() >= 0
-    _, told = serve(engine, [words(1, 20)], 4, sampler=lambda logprobs: mx.random.categorical(logprobs))
+    _, told = serve(
+        engine, [words(1, 20)], 4, sampler=lambda logprobs: mx.random.categorical(logprobs)
+    )
     assert list(told.reasons.values()) == ["length"]
 
 
@@ -195,7 +222,7 @@ class Breaks:
 @pytest.mark.parametrize("at", range(7))
 def test_a_model_that_raises_takes_the_live_with_it_and_no_block(name: str, at: int) -> None:
     engine, prefix = make_engine(name, max_members=2, decode_share=0.0)
-    engine.model = engine._batch.model = Breaks(engine.model, at)
+    engine.model = engine.scheduler.batch.model = Breaks(engine.model, at)
     prompts = [words(i, 200) for i in range(3)]
     for prompt in prompts:
         engine.insert(Request(prompt, 3))

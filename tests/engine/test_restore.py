@@ -1,4 +1,6 @@
-"""Prefixes come back from disk: after a restart, beside running replies, in pools that are too small, and from damaged files."""
+"""Prefixes come back from disk: after a restart, beside running replies, in pools that are too
+small, and from damaged files.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, serve, stock_reply, words
+from engine.engines import (
+    Told,
+    assert_nothing_held,
+    assert_stock,
+    bytes_of,
+    drive,
+    serve,
+    stock_reply,
+    words,
+)
 from engine.stored_engines import Machine, killed, read_at_once, start, write_all
-from models import make_model
 from store.clock import Clock
 from store.damages import DAMAGES
 from store.disks import BrokenDisk, GatedDisk, WatchedDisk
 from store.stores import quarantined, record_files, temporaries
 
-from mlx_blockpool.engine import caches as caches_module
+from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.request import Request, RestoreBegun, RestoreEnded, Started, Token
-from mlx_blockpool.kv.attach import attach
-from mlx_blockpool.kv.factory import open_pool
 
 BLOCK = 256
 SYSTEM = words(1, 700)
@@ -34,7 +41,10 @@ def question(agent: int, turn: int) -> tuple[int, ...]:
 
 
 def talk(machine: Machine, agents: int, turns: int, name: str = "llama") -> list[tuple[int, ...]]:
-    """Conversations of several agents at once. Returns what each has seen and said, its last token included."""
+    """Conversations of several agents at once.
+
+    Returns what each has seen and said, its last token included.
+    """
     said: list[tuple[int, ...]] = [SYSTEM] * agents
     for turn in range(turns):
         prompts = [(*past, *question(agent, turn)) for agent, past in enumerate(said)]
@@ -62,13 +72,15 @@ def check(prompts: list[tuple[int, ...]], uids: list[int], told: Told, name: str
         assert_stock(name, prompt, told.tokens[uid])
 
 
-# -- restart -----------------------------------------------------------------------------------------------------------
+# -- restart ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "llama K8V8"])
 @pytest.mark.parametrize("pool", ["roomy", "small"])
-def test_agents_go_on_where_they_were_after_a_shutdown(tmp_path: Path, pool: str, name: str) -> None:
+def test_agents_go_on_where_they_were_after_a_shutdown(
+    tmp_path: Path, pool: str, name: str
+) -> None:
     said = talk(first := start(tmp_path, name=name), 3, 2, name)
     assert first.prefix.close()
     machine = start(tmp_path, *([] if pool == "roomy" else [bytes_of(name, 2 * 2048)]), name=name)
@@ -83,7 +95,9 @@ def test_agents_go_on_where_they_were_after_a_shutdown(tmp_path: Path, pool: str
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "llama K8V8"])
 @pytest.mark.parametrize("is_written", [True, False])
-def test_a_kill_costs_no_more_than_the_last_blocks(tmp_path: Path, is_written: bool, name: str) -> None:
+def test_a_kill_costs_no_more_than_the_last_blocks(
+    tmp_path: Path, is_written: bool, name: str
+) -> None:
     first = start(tmp_path / "first", name=name)
     said = talk(first, 3, 2, name)
     if is_written:
@@ -108,7 +122,9 @@ def test_a_kill_costs_no_more_than_the_last_blocks(tmp_path: Path, is_written: b
 
 
 def test_every_moment_of_a_run_can_be_the_last(tmp_path: Path) -> None:
-    """The folder is what a kill leaves after each step; a new start finds whole records, and what it says is right."""
+    """The folder is what a kill leaves after each step; a new start finds whole records, and
+    what it says is right.
+    """
     machine = start(tmp_path / "run", step_bytes=1)
     machine.engine.insert(Request(prompt := words(7, 1100), 8))
     images = []
@@ -140,7 +156,9 @@ def test_a_second_run_writes_nothing_twice(tmp_path: Path) -> None:
         serve(machine.engine, [past], 1)
     assert machine.prefix.close()
     after = {path: path.stat().st_ino for path in record_files(tmp_path)}
-    assert {path: node for path, node in after.items() if path in before and before[path] != node} == {}
+    assert {
+        path: node for path, node in after.items() if path in before and before[path] != node
+    } == {}
 
 
 def test_a_conversation_is_written_little_more_than_once(tmp_path: Path) -> None:
@@ -204,48 +222,7 @@ def test_requests_go_on_where_the_folder_vanishes(tmp_path: Path) -> None:
     assert told.started[uids[0]].cached == len(prompts[-1])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_what_is_stored_in_fewer_bits_comes_back_and_answers(tmp_path: Path, bits: int) -> None:
-    model = wide_model()
-    first = start(tmp_path, model=model, bits=bits)
-    prompt = words(5, 5 * BLOCK + 30)
-    serve(first.engine, [prompt], 4)
-    exact = keys_of(first, prompt)
-    assert first.prefix.close()
-    machine = start(tmp_path, model=model, bits=bits)
-    uids, told = serve(machine.engine, [(*prompt, 3)], 4)
-    assert told.started[uids[0]].cached == len(prompt)
-    assert told.reasons == {uids[0]: "length"}
-    assert machine.stored.restores.num_unread == 0
-    errors = [mx.linalg.norm(a - b) / mx.linalg.norm(a) for a, b in zip(exact, keys_of(machine, prompt), strict=True)]
-    worst = max(error.item() for error in errors)
-    assert 0 < worst < {8: 0.006, 4: 0.1}[bits]
-    sizes = sum(path.stat().st_size for path in record_files(tmp_path))
-    assert sizes < {8: 0.35, 4: 0.25}[bits] * len(prompt) * bytes_per_token(model[1])
-
-
-def wide_model() -> tuple[Any, Any]:
-    """Heads of 32, which quantisation needs; the others' are smaller."""
-    model = make_model("llama", hidden_size=128)
-    slabs = open_pool(model, 10_000_000, attach=False)
-    assert attach(model, slabs)
-    return model, slabs.spec
-
-
-def bytes_per_token(spec: Any) -> int:
-    return sum(spec.bytes_per_block(group) for group in spec.groups) // BLOCK
-
-
-def keys_of(machine: Machine, tokens: tuple[int, ...]) -> list[mx.array]:
-    """Of all layers, the finished blocks."""
-    found = machine.prefix.acquire(tokens, 1)
-    keys = [mx.contiguous(cache.keys_and_values()[0][:, :, : 5 * BLOCK]) for cache in found.caches]
-    mx.eval(keys)
-    machine.prefix.discard(found.caches)
-    return keys
-
-
-# -- beside running replies --------------------------------------------------------------------------------------------
+# -- beside running replies ------------------------------------------------------------------------
 
 
 def decoding(machine: Machine, max_tokens: int = 60) -> tuple[int, tuple[int, ...], Told]:
@@ -256,9 +233,11 @@ def decoding(machine: Machine, max_tokens: int = 60) -> tuple[int, tuple[int, ..
     return uid, prompt, told
 
 
-def test_replies_go_on_between_the_copies_of_a_long_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_go_on_between_the_copies_of_a_long_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path, LONG)
-    monkeypatch.setattr(caches_module, "RESTORE_SECONDS", 0)
+    monkeypatch.setattr(EngineConfig, "restore_seconds", 0)
     machine = start(tmp_path)
     read_at_once(machine.store)
     uid, prompt, told = decoding(machine)
@@ -266,11 +245,15 @@ def test_replies_go_on_between_the_copies_of_a_long_prefix(tmp_path: Path, monke
     restored, tokens = 0, len(told.tokens[uid])
     for steps in range(1, 100):
         told.take(machine.engine.next())
-        assert machine.stored.restores.num_restored - restored <= BLOCK, "more than one record between two steps"
+        assert machine.stored.restores.num_restored - restored <= BLOCK, (
+            "more than one record between two steps"
+        )
         restored = machine.stored.restores.num_restored
         if late in told.started:
             break
-        assert len(told.tokens[uid]) - tokens == steps, "a step without a token for the one that decodes"
+        assert len(told.tokens[uid]) - tokens == steps, (
+            "a step without a token for the one that decodes"
+        )
     assert steps >= machine.store.counts["read"] == 4
     drive(machine.engine, told)
     assert told.started[late].cached == len(LONG)
@@ -302,7 +285,10 @@ def test_requests_with_one_prefix_read_it_once(tmp_path: Path) -> None:
     uids, told = serve(machine.engine, prompts)
     check(prompts, uids, told)
     assert machine.store.counts["read"] == 4
-    assert machine.store.counts["read_bytes"] == machine.stored.restores.num_restored * bytes_of("llama", BLOCK) // BLOCK
+    assert (
+        machine.store.counts["read_bytes"]
+        == machine.stored.restores.num_restored * bytes_of("llama", BLOCK) // BLOCK
+    )
     assert [told.started[uid].cached for uid in uids] == [len(LONG)] * 4
     assert_nothing_held(machine.prefix)
 
@@ -347,7 +333,7 @@ def test_close_while_restoring_leaves_nothing_held(tmp_path: Path) -> None:
     assert machine.prefix.close()
 
 
-# -- too little room ---------------------------------------------------------------------------------------------------
+# -- too little room -------------------------------------------------------------------------------
 
 
 def test_conversations_that_do_not_fit_together_come_back_in_turn(tmp_path: Path) -> None:
@@ -375,7 +361,9 @@ def test_all_at_once_in_a_pool_for_one_and_a_half(tmp_path: Path) -> None:
 
 
 def test_a_restore_that_waits_gives_way_to_the_reply_that_runs(tmp_path: Path) -> None:
-    """The one that decodes needs its next block while the pool is full of what another waits for."""
+    """The one that decodes needs its next block while the pool is full of what another waits
+    for.
+    """
     fill(tmp_path, past := words(71, 5 * BLOCK))
     machine = start(tmp_path, bytes_of("llama", 7 * BLOCK), disk=(disk := GatedDisk()))
     # A start makes room for no more than a block of the reply.
@@ -394,13 +382,15 @@ def test_a_restore_that_waits_gives_way_to_the_reply_that_runs(tmp_path: Path) -
     assert_nothing_held(machine.prefix)
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("how", sorted(DAMAGES))
 @pytest.mark.parametrize("place", [0, 2, 3])
-def test_a_record_that_was_damaged_after_the_start_is_a_miss(tmp_path: Path, how: str, place: int) -> None:
+def test_a_record_that_was_damaged_after_the_start_is_a_miss(
+    tmp_path: Path, how: str, place: int
+) -> None:
     fill(tmp_path, LONG)
     machine = start(tmp_path)
     path = machine.prefix.index.trie.match(LONG).path
@@ -411,7 +401,9 @@ def test_a_record_that_was_damaged_after_the_start_is_a_miss(tmp_path: Path, how
     assert told.started[uids[0]].cached <= place * BLOCK
     assert machine.stored.restores.num_unread == 1
     assert (
-        machine.store.counts["quarantined"] == len(quarantined(tmp_path)) == (1 if how != "delete" else 0) + _twin(how, machine)
+        machine.store.counts["quarantined"]
+        == len(quarantined(tmp_path))
+        == (1 if how != "delete" else 0) + _twin(how, machine)
     )
     assert machine.prefix.close()
 

@@ -1,4 +1,6 @@
-"""Whether a prompt is brought back from disk or computed is decided by what was measured; and whoever waits for it is told."""
+"""Whether a prompt is brought back from disk or computed is decided by what was measured; and
+whoever waits for it is told.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ import pytest
 from engine.engines import assert_nothing_held, assert_stock, drive, serve, words
 from engine.stored_engines import Machine, read_at_once, start
 
+from mlx_blockpool.config import EngineConfig, StoreConfig
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.request import Request, RestoreBegun, RestoreEnded, Restoring
-from mlx_blockpool.tier.throughput import RETRY_SECONDS, Rates
+from mlx_blockpool.tier.restore import Rates
 
 BLOCK = 256
 LONG = words(5, 6 * BLOCK + 40)
@@ -66,7 +69,7 @@ def test_a_slow_disk_beside_a_fast_model_is_not_waited_for(tmp_path: Path) -> No
     assert machine.store.counts["read"] == 0
     # What was computed is there now; once it is not, and after a while, the disk is tried again.
     machine.prefix.trim_to(0)
-    clock.now += RETRY_SECONDS + 1
+    clock.now += StoreConfig.slow_seconds + 1
     assert cached(machine) == len(LONG)
     assert machine.stored.report()["cheaper_to_compute"] == 1
 
@@ -89,7 +92,7 @@ def test_windows_and_states_are_weighed_too(tmp_path: Path, name: str) -> None:
     drive(machine.engine)
     assert machine.prefix.close()
     machine = start(tmp_path, name=name)
-    wanted = machine.prefix.plan_restore(machine.prefix.match((*LONG, 3)), len(LONG))
+    wanted = machine.prefix.stored.restores.plan(machine.prefix.match((*LONG, 3)), len(LONG))
     assert wanted is not None
     assert (wanted.have, wanted.tokens) == (0, 4 * BLOCK + 7)
     files = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
@@ -99,13 +102,16 @@ def test_windows_and_states_are_weighed_too(tmp_path: Path, name: str) -> None:
     assert machine.stored.restores.is_worth_reading(wanted)
     slow = Rates()
     slow.computed(wanted.tokens, 1)
-    slow.restored(sum(map(machine.store.size, machine.stored.checkpoints.keys(wanted.node, wanted.position))), 1)
+    slow.restored(
+        sum(map(machine.store.size, machine.stored.checkpoints.keys(wanted.node, wanted.position))),
+        1,
+    )
     machine.stored.restores.rates = slow
     assert not machine.stored.restores.is_worth_reading(wanted)
-    assert machine.prefix.plan_restore(machine.prefix.match((*LONG, 3)), len(LONG)) is None
+    assert machine.prefix.stored.restores.plan(machine.prefix.match((*LONG, 3)), len(LONG)) is None
 
 
-# -- progress ----------------------------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------
 
 
 def begun(machine: Machine) -> int:
@@ -115,9 +121,11 @@ def begun(machine: Machine) -> int:
     return machine.engine.insert(Request((*LONG, 3), 4))
 
 
-def test_whoever_waits_for_the_disk_is_told_how_far_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_waits_for_the_disk_is_told_how_far_it_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored(tmp_path)
-    monkeypatch.setattr(caches_module, "RESTORE_SECONDS", 0)
+    monkeypatch.setattr(EngineConfig, "restore_seconds", 0)
     monkeypatch.setattr(caches_module, "REPORT_SECONDS", 0)
     machine = start(tmp_path)
     read_at_once(machine.store)
@@ -138,9 +146,11 @@ def test_whoever_waits_for_the_disk_is_told_how_far_it_has_come(tmp_path: Path, 
     assert shown[-1] == []
 
 
-def test_nobody_is_told_of_a_restore_that_takes_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_told_of_a_restore_that_takes_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored(tmp_path)
-    monkeypatch.setattr(caches_module, "RESTORE_SECONDS", 0)
+    monkeypatch.setattr(EngineConfig, "restore_seconds", 0)
     monkeypatch.setattr(caches_module, "REPORT_SECONDS", 1e9)
     machine = start(tmp_path)
     read_at_once(machine.store)

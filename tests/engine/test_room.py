@@ -6,7 +6,17 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, make_engine, serve, stock_model, words
+from engine.engines import (
+    Told,
+    assert_nothing_held,
+    assert_stock,
+    bytes_of,
+    drive,
+    make_engine,
+    serve,
+    stock_model,
+    words,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
@@ -68,7 +78,9 @@ def test_the_youngest_goes_first_and_the_others_lose_nothing() -> None:
 @pytest.mark.usefixtures("little_promised")
 def test_a_swapped_out_request_starts_before_those_that_came_after_it() -> None:
     engine, _ = make_engine("llama", bytes_of("llama", 256, 2), decode_share=0.0)
-    first, second = (engine.insert(Request(near_the_end_of_a_block(i, before=8), 30)) for i in range(2))
+    first, second = (
+        engine.insert(Request(near_the_end_of_a_block(i, before=8), 30)) for i in range(2)
+    )
     late: list[int] = []
 
     def come(_: Any) -> None:
@@ -79,7 +91,9 @@ def test_a_swapped_out_request_starts_before_those_that_came_after_it() -> None:
     told = drive(engine, after=come)
     ends = [e.uid for e in told.order if getattr(e, "finish_reason", None)]
     assert ends == [first, second, *late], "the late one is short and would have ended first"
-    assert [e.uid for e in told.order if isinstance(e, Started)] == [first, second, *late], "started is told once"
+    assert [e.uid for e in told.order if isinstance(e, Started)] == [first, second, *late], (
+        "started is told once"
+    )
 
 
 @pytest.mark.usefixtures("little_promised")
@@ -88,11 +102,11 @@ def test_waiting_requests_stay_in_the_order_of_their_arrival() -> None:
     uids = [engine.insert(Request(near_the_end_of_a_block(i), 12)) for i in range(4)]
     for _ in range(200):
         engine.next()
-        waiting = [r.uid for r in engine.waiting]
+        waiting = [r.uid for r in engine.scheduler.waiting]
         assert waiting == sorted(waiting)
         if engine.counts["swapped_out"]:
             break
-    assert [r.uid for r in engine.waiting] == uids[1:]
+    assert [r.uid for r in engine.scheduler.waiting] == uids[1:]
     told = drive(engine)
     assert [e.uid for e in told.order if getattr(e, "finish_reason", None)] == uids
 
@@ -125,7 +139,11 @@ def test_a_request_as_large_as_the_pool_can_be_swapped_out_and_ends() -> None:
     """What was drawn and not told when it went is not counted twice when it comes back."""
     engine, prefix = make_engine("llama", bytes_of("llama", 768))
     # The second is older and comes late, so that the third has to go when it needs its last block.
-    requests = [Request(words(1, 10), 150, agent="a"), Request(words(2, 5), 240, agent="a"), Request(words(3, 200), 568)]
+    requests = [
+        Request(words(1, 10), 150, agent="a"),
+        Request(words(2, 5), 240, agent="a"),
+        Request(words(3, 200), 568),
+    ]
     uids = [engine.insert(request) for request in requests]
     produced: list[int] = []
 
@@ -164,10 +182,17 @@ def test_a_request_that_finds_all_blocks_pinned_fails_alone_and_the_next_one_is_
     engine, prefix = make_engine("llama", bytes_of("llama", 512))
     pinned = pin_a_prompt(engine, prefix, 300)
     small = words(7, 8)
-    agents = [engine.insert(Request(words(6, 300), 5, agent="a")), engine.insert(Request(words(8, 300), 5, agent="a"))]
+    agents = [
+        engine.insert(Request(words(6, 300), 5, agent="a")),
+        engine.insert(Request(words(8, 300), 5, agent="a")),
+    ]
     told = drive(engine)
-    assert sorted(told.failed) == agents, "the second request of an agent is not forgotten when the first one fails"
-    assert all(isinstance(e, PoolExhaustedError) and e.__traceback__ is None for e in told.failed.values())
+    assert sorted(told.failed) == agents, (
+        "the second request of an agent is not forgotten when the first one fails"
+    )
+    assert all(
+        isinstance(e, PoolExhaustedError) and e.__traceback__ is None for e in told.failed.values()
+    )
     prefix.unpin(pinned)
     (uid,), told = serve(engine, [small], 5)
     assert_stock("llama", small, told.tokens[uid])
@@ -189,13 +214,19 @@ def test_a_request_whose_next_block_is_pinned_away_fails_alone() -> None:
     assert_nothing_held(prefix)
 
 
-def certain_draws(name: str, prompt: tuple[int, ...], seed: int, count: int, penalty: dict[str, Any]) -> list[int]:
-    """What mlx-lm draws alone after mx.random.seed(seed), up to a draw that the order of float additions could decide."""
+def certain_draws(
+    name: str, prompt: tuple[int, ...], seed: int, count: int, penalty: dict[str, Any]
+) -> list[int]:
+    """What mlx-lm draws alone after mx.random.seed(seed), up to a draw that the order of float
+    additions could decide.
+    """
     near: list[bool] = []
     draw = make_sampler(temp=1.0)
 
     def sampler(logprobs: mx.array) -> mx.array:
-        """One number of the seed falls between two sums of probabilities, as mx.random.categorical has it."""
+        """One number of the seed falls between two sums of probabilities, as
+        mx.random.categorical has it.
+        """
         _, key = mx.random.split(mx.random.state[0])
         sums, thrown = mx.cumsum(mx.exp(logprobs), axis=-1), mx.random.uniform(shape=(1,), key=key)
         near.append(mx.abs(sums - thrown).min().item() < 1e-5)
@@ -205,7 +236,9 @@ def certain_draws(name: str, prompt: tuple[int, ...], seed: int, count: int, pen
 
     model, processors = stock_model(name), make_logits_processors(**penalty)
     mx.random.seed(seed)
-    steps = generate_step(mx.array(prompt), model, max_tokens=count, sampler=sampler, logits_processors=processors)
+    steps = generate_step(
+        mx.array(prompt), model, max_tokens=count, sampler=sampler, logits_processors=processors
+    )
     tokens = [token for token, _ in steps]
     return tokens[: near.index(True)] if True in near else tokens
 
@@ -215,7 +248,9 @@ def certain_draws(name: str, prompt: tuple[int, ...], seed: int, count: int, pen
 @tried(2, 20)
 @given(seed=st.integers(0, 2**31))
 def test_a_swapped_out_request_goes_on_with_the_same_draws(name: str, seed: int) -> None:
-    """A seed draws after the swap what it would have drawn without, and processors see all tokens."""
+    """A seed draws after the swap what it would have drawn without, and processors see all
+    tokens.
+    """
     penalty = {"repetition_penalty": 1.3, "repetition_context_size": 40}
     prompts = [near_the_end_of_a_block(i, before=3 + i) for i in range(3)]
     engine, prefix = make_engine(name, bytes_of(name, 256, 2))

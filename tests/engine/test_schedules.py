@@ -1,4 +1,6 @@
-"""Random schedules of requests: whatever arrives, waits, is swapped out or hangs up, replies are those of single sequences."""
+"""Random schedules of requests: whatever arrives, waits, is swapped out or hangs up, replies are
+those of single sequences.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,18 @@ from thorough import only, tried
 from mlx_blockpool.engine import caches as caches_module
 
 PLAIN = ["llama", "gemma3_text", "gpt_oss", "qwen2"]
-QUANTISED = [f"{name} K8V8" for name in (*PLAIN, "lfm2")] + ["gemma3_text K4V4", "gpt_oss K8V4", "llama K16V8"]
+QUANTISED = [f"{name} K8V8" for name in (*PLAIN, "lfm2")] + [
+    "gemma3_text K4V4",
+    "gpt_oss K8V4",
+    "llama K16V8",
+]
 
 
 def run(name: str, *schedule_of: Any, promised: int, **more: Any) -> None:
     schedule = Schedule(name, *schedule_of, **more)
     with pytest.MonkeyPatch.context() as patch:
-        # The room that a request finds at its start; with little of it, short replies are swapped out too.
+        # The room that a request finds at its start; with little of it, short replies are swapped
+        # out too.
         patch.setattr(caches_module, "BLOCK_TOKENS", promised)
         engine, prefix, told = schedule.run()
     schedule.check(told)
@@ -30,14 +37,18 @@ def run(name: str, *schedule_of: Any, promised: int, **more: Any) -> None:
 @pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "gpt_oss"))
 @tried(3, 300)
 @given(**SCHEDULES)
-def test_replies_of_a_schedule_are_those_of_single_stock_sequences(name: str, requests: list[Arrival], **more: Any) -> None:
+def test_replies_of_a_schedule_are_those_of_single_stock_sequences(
+    name: str, requests: list[Arrival], **more: Any
+) -> None:
     run(name, requests, **more)
 
 
 @pytest.mark.parametrize("name", only(QUANTISED, "gemma3_text K8V8"))
 @tried(3, 120)
 @given(**SCHEDULES)
-def test_replies_of_a_schedule_over_quantised_blocks_are_too(name: str, requests: list[Arrival], **more: Any) -> None:
+def test_replies_of_a_schedule_over_quantised_blocks_are_too(
+    name: str, requests: list[Arrival], **more: Any
+) -> None:
     run(name, requests, **more)
 
 
@@ -53,11 +64,15 @@ def test_replies_of_a_crowd_that_is_swapped_out_are_those_of_single_stock_sequen
 @pytest.mark.parametrize("name", only(QUANTISED, "gemma3_text K8V8"))
 @tried(2, 60)
 @given(**CROWDS)
-def test_replies_of_a_swapped_out_crowd_over_quantised_blocks_are_too(name: str, requests: list[Arrival], **more: Any) -> None:
+def test_replies_of_a_swapped_out_crowd_over_quantised_blocks_are_too(
+    name: str, requests: list[Arrival], **more: Any
+) -> None:
     run(name, requests, **more)
 
 
-@pytest.mark.parametrize("name", only(["llama", "gemma3_text", "qwen2", "lfm2", "gemma3_text K8V8"]))
+@pytest.mark.parametrize(
+    "name", only(["llama", "gemma3_text", "qwen2", "lfm2", "gemma3_text K8V8"])
+)
 @tried(3, 120)
 @given(**{**SCHEDULES, "requests": arrivals(**IN_FORMS)})
 def test_replies_of_a_schedule_with_forms_are_those_of_single_stock_sequences(
@@ -66,8 +81,12 @@ def test_replies_of_a_schedule_with_forms_are_those_of_single_stock_sequences(
     run(name, requests, **more)
 
 
-@pytest.mark.parametrize("name", only(["llama", "gemma3_text", "qwen2", "lfm2", "gemma3_text K8V8"]))
+@pytest.mark.parametrize(
+    "name", only(["llama", "gemma3_text", "qwen2", "lfm2", "gemma3_text K8V8"])
+)
 @tried(3, 60)
 @given(**{**CROWDS, "requests": arrivals(**{**CROWD, **IN_FORMS})})
-def test_replies_of_a_swapped_out_crowd_with_forms_are_too(name: str, requests: list[Arrival], **more: Any) -> None:
+def test_replies_of_a_swapped_out_crowd_with_forms_are_too(
+    name: str, requests: list[Arrival], **more: Any
+) -> None:
     run(name, requests, **more)

@@ -32,12 +32,21 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"min_p": 0.05},
     {"xtc_probability": 0.5, "xtc_threshold": 0.02},
     {"xtc_probability": 1.0, "xtc_threshold": 0.02},
-    {"top_p": 0.95, "top_k": 20, "min_p": 0.01, "xtc_probability": 0.3, "xtc_threshold": 0.05, "temperature": 1.3},
+    {
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.01,
+        "xtc_probability": 0.3,
+        "xtc_threshold": 0.05,
+        "temperature": 1.3,
+    },
 ]
 
 
 def sampler(seed: int | None, **sampling: Any) -> Any:
-    return make_sampler(SimpleNamespace(seed=seed, sampling=SimpleNamespace(**{**DEFAULTS, **sampling})), TOKENIZER)
+    return make_sampler(
+        SimpleNamespace(seed=seed, sampling=SimpleNamespace(**{**DEFAULTS, **sampling})), TOKENIZER
+    )
 
 
 def alone(name: str, prompt: tuple[int, ...], seed: int, count: int, **sampling: Any) -> list[int]:
@@ -47,7 +56,9 @@ def alone(name: str, prompt: tuple[int, ...], seed: int, count: int, **sampling:
     model = stock_model(name)
     mx.random.seed(seed)
     draw = stock_sampler(temperature, xtc_special_tokens=[NEWLINE, END], **wanted)
-    return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count, sampler=draw)]
+    return [
+        token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count, sampler=draw)
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen2"])
@@ -76,13 +87,17 @@ def test_the_same_seed_says_the_same_beside_others_and_another_one_something_els
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_draws_that_are_skipped_leave_the_state_that_draws_would_have_left(sampling: dict[str, Any]) -> None:
+def test_draws_that_are_skipped_leave_the_state_that_draws_would_have_left(
+    sampling: dict[str, Any],
+) -> None:
     drawing, skipping = sampler(7, **sampling), sampler(7, **sampling)
     logprobs = mx.log(mx.softmax(mx.random.normal((1, VOCABULARY), key=mx.random.key(1))))
     for _ in range(5):
         drawing(logprobs)
     skipping.skip(5)
-    assert [drawing(logprobs).item() for _ in range(5)] == [skipping(logprobs).item() for _ in range(5)]
+    assert [drawing(logprobs).item() for _ in range(5)] == [
+        skipping(logprobs).item() for _ in range(5)
+    ]
 
 
 def test_a_greedy_request_beside_seeded_ones_stays_greedy() -> None:

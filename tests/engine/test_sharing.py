@@ -1,17 +1,30 @@
-"""In-flight sharing: what several requests begin with is computed once, also where they arrive together."""
+"""In-flight sharing: what several requests begin with is computed once, also where they arrive
+together.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, make_engine, serve, words
+from engine.engines import (
+    Told,
+    assert_nothing_held,
+    assert_stock,
+    bytes_of,
+    drive,
+    make_engine,
+    serve,
+    words,
+)
 from thorough import only
 
-from mlx_blockpool.engine import prefill
+from mlx_blockpool.engine import scheduler
 from mlx_blockpool.engine.request import Request, Started
 
-RAGGED = only(["llama", "gemma3_text", "gpt_oss", "llama K8V8", "gemma3_text K4V4"], "gemma3_text", "gpt_oss")
+RAGGED = only(
+    ["llama", "gemma3_text", "gpt_oss", "llama K8V8", "gemma3_text K4V4"], "gemma3_text", "gpt_oss"
+)
 COMMON = words(1, 500)
 
 
@@ -28,7 +41,9 @@ def check(name: str, prompts: list[Any], uids: list[int], told: Told) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("name", RAGGED)
-def test_five_that_arrive_together_compute_their_common_beginning_once(name: str, rows: int) -> None:
+def test_five_that_arrive_together_compute_their_common_beginning_once(
+    name: str, rows: int
+) -> None:
     engine, prefix = make_engine(name, prefill_rows=rows)
     prompts = [branch(i, 60 + i) for i in range(5)]
     uids, told = serve(engine, prompts)
@@ -44,7 +59,9 @@ def test_five_that_arrive_together_compute_their_common_beginning_once(name: str
 def test_branches_of_branches_are_computed_once_each(name: str) -> None:
     engine, prefix = make_engine(name)
     left, right = branch(1, 100), branch(2, 206)
-    prompts = [branch(i, 70, common) for i, common in enumerate([left, right, left, right, left], 10)]
+    prompts = [
+        branch(i, 70, common) for i, common in enumerate([left, right, left, right, left], 10)
+    ]
     uids, told = serve(engine, prompts)
     assert engine.counts["prompt_tokens"] == 500 + 100 + 206 + 5 * 69
     assert [told.started[uid].cached for uid in uids] == [0, 500, 600, 706, 600]
@@ -99,7 +116,7 @@ def test_others_pass_the_one_that_waits_for_a_prefix() -> None:
     assert sorted(told.started) == [1, 3]
 
 
-# -- when the one that computes it does not get there ------------------------------------------------------------------
+# -- when the one that computes it does not get there ----------------------------------------------
 
 
 @pytest.mark.parametrize("name", RAGGED)
@@ -108,7 +125,7 @@ def test_who_waits_starts_by_itself_when_the_other_is_cancelled(name: str, chunk
     engine, prefix = make_engine(name)
     first, second, third = (engine.insert(Request(branch(i, 60), 4)) for i in range(3))
     told = drive(engine, after=lambda _: engine.counts["chunks"] == chunks)
-    assert len(engine.waiting) == 2
+    assert len(engine.scheduler.waiting) == 2
     engine.cancel(first)
     drive(engine, told)
     kept = chunks * 128
@@ -123,7 +140,7 @@ def test_who_waits_starts_by_itself_when_the_other_is_swapped_out() -> None:
     first, second = (engine.insert(Request(branch(i, 60), 4)) for i in range(2))
     told = drive(engine, after=lambda _: engine.counts["chunks"] == 2)
     (live,) = engine.live
-    engine._preempt(live)
+    engine.scheduler.preempt(live)
     prefix.trim_to(0)
     drive(engine, told)
     check("llama", [branch(0, 60), branch(1, 60)], [first, second], told)
@@ -164,7 +181,9 @@ def test_nobody_waits_for_a_prefix_under_another_salt(salts: tuple[bytes, bytes]
     assert_nothing_held(prefix)
 
 
-@pytest.mark.parametrize("name", only(["llama", "gemma3_text", "gpt_oss", "lfm2", "lfm2 K8V8"], "gemma3_text", "lfm2"))
+@pytest.mark.parametrize(
+    "name", only(["llama", "gemma3_text", "gpt_oss", "lfm2", "lfm2 K8V8"], "gemma3_text", "lfm2")
+)
 @pytest.mark.parametrize("length", [2, 257])
 def test_choices_for_one_prompt_compute_it_once_however_short_it_is(name: str, length: int) -> None:
     engine, prefix = make_engine(name)
@@ -178,16 +197,23 @@ def test_choices_for_one_prompt_compute_it_once_however_short_it_is(name: str, l
 
 def test_choices_are_one_request_to_their_agent() -> None:
     engine, prefix = make_engine("llama")
-    both = [Request(words(5, 40), 6, agent="ann", group=group) for group in ("one", "one", "two", "two")]
+    both = [
+        Request(words(5, 40), 6, agent="ann", group=group) for group in ("one", "one", "two", "two")
+    ]
     uids = engine.insert_all(both)
     told = drive(engine, after=lambda told: uids[0] in told.tokens)
-    # The choices of one request run side by side, and the next request of the agent behind all of them.
+    # The choices of one request run side by side, and the next request of the agent behind all of
+    # them.
     assert {sequence.uid for sequence in engine.live} == set(uids[:2])
     drive(engine, told)
     started = [event.uid for event in told.order if isinstance(event, Started)]
     assert started == uids
-    last_of_the_first = max(place for place, event in enumerate(told.order) if event.uid in uids[:2])
-    assert last_of_the_first < min(place for place, event in enumerate(told.order) if event.uid == uids[2])
+    last_of_the_first = max(
+        place for place, event in enumerate(told.order) if event.uid in uids[:2]
+    )
+    assert last_of_the_first < min(
+        place for place, event in enumerate(told.order) if event.uid == uids[2]
+    )
     assert_nothing_held(prefix)
 
 
@@ -215,7 +241,7 @@ def test_choices_fit_where_only_one_fits_at_a_time() -> None:
 
 def test_choices_are_not_compared_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
-    monkeypatch.setattr(prefill, "common_prefix", lambda *prompts: compared.append(prompts) or 0)
+    monkeypatch.setattr(scheduler, "common_prefix", lambda *prompts: compared.append(prompts) or 0)
     engine, _ = make_engine("llama")
     prompt = branch(1, 80)
     uids, told = serve(engine, [prompt] * 3, group="one")

@@ -1,4 +1,6 @@
-"""Requests that are taken out of an engine in mid-way go on in another one, with the replies that they would have had."""
+"""Requests that are taken out of an engine in mid-way go on in another one, with the replies
+that they would have had.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_requests_go_on_in_another_engine(name: str, steps: int, forgets: bool) 
     assert_nothing_held(prefix)
     if forgets:
         prefix.clear()
-    again = BlockPoolBatchEngine(attached(name)[0], PooledCaches(prefix), EngineConfig(prefill_tokens=128))
+    again = BlockPoolBatchEngine(
+        attached(name)[0], PooledCaches(prefix), EngineConfig(prefill_tokens=128)
+    )
     before = {running: running.uid for running in suspended}
     renamed = {again.resume(running): uid for running, uid in before.items()}
     later = Told()

@@ -1,4 +1,6 @@
-"""Requests that wait for what others bring back from disk: they are told, they do not spin, and a disk that hangs is computed."""
+"""Requests that wait for what others bring back from disk: they are told, they do not spin, and
+a disk that hangs is computed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, dr
 from engine.stored_engines import Machine, start
 from store.disks import GatedDisk
 
+from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
@@ -43,13 +46,15 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> GatedDisk:
 
 def by_somebody_else(machine: Machine) -> RestoreJob:
     """What an agent's owner asks for, outside of the engine."""
-    wanted = machine.prefix.plan_restore(machine.prefix.match(LONG), len(LONG) - 1)
+    wanted = machine.prefix.stored.restores.plan(machine.prefix.match(LONG), len(LONG) - 1)
     assert wanted is not None
     return machine.stored.restores.begin(wanted)
 
 
 def steps(engine: BlockPoolBatchEngine, told: Told, count: int) -> int:
-    """How many of `count` calls of next() an owner would make: not those that have nothing to do."""
+    """How many of `count` calls of next() an owner would make: not those that have nothing to
+    do.
+    """
     called = 0
     for _ in range(count):
         if not engine.is_blocked:
@@ -67,7 +72,9 @@ def check(machine: Machine, uid: int, told: Told, cached: int) -> None:
     machine.store.close()
 
 
-def test_a_request_starts_when_the_restore_of_somebody_else_has_ended(folder: Path, disk: GatedDisk) -> None:
+def test_a_request_starts_when_the_restore_of_somebody_else_has_ended(
+    folder: Path, disk: GatedDisk
+) -> None:
     machine, told = start(folder, disk=disk), Told()
     disk.reads.clear()
     restore = by_somebody_else(machine)
@@ -83,7 +90,9 @@ def test_a_request_starts_when_the_restore_of_somebody_else_has_ended(folder: Pa
     check(machine, uid, drive(machine.engine, told), len(LONG) - 1)
 
 
-def test_a_request_whose_blocks_the_restore_of_somebody_else_holds_waits_for_it(folder: Path, disk: GatedDisk) -> None:
+def test_a_request_whose_blocks_the_restore_of_somebody_else_holds_waits_for_it(
+    folder: Path, disk: GatedDisk
+) -> None:
     machine, told = start(folder, bytes_of("llama", len(LONG) + 300), disk=disk), Told()
     disk.reads.clear()
     restore = by_somebody_else(machine)
@@ -100,7 +109,9 @@ def test_a_request_whose_blocks_the_restore_of_somebody_else_holds_waits_for_it(
     machine.store.close()
 
 
-def test_a_restore_that_somebody_else_has_forgotten_is_not_waited_for(folder: Path, disk: GatedDisk) -> None:
+def test_a_restore_that_somebody_else_has_forgotten_is_not_waited_for(
+    folder: Path, disk: GatedDisk
+) -> None:
     machine, told = start(folder, disk=disk), Told()
     clock = Clock(machine)
     disk.reads.clear()
@@ -136,13 +147,15 @@ def test_what_a_hanging_disk_does_not_give_is_computed(folder: Path, disk: Gated
     check(machine, first, told, 0)
 
 
-def test_a_disk_that_is_slow_is_waited_for(folder: Path, disk: GatedDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_slow_is_waited_for(
+    folder: Path, disk: GatedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each record comes just in time."""
     machine, told = start(folder, disk=disk), Told()
     clock = Clock(machine)
     uid = machine.engine.insert(Request(LONG, 4))
     monkeypatch.setattr(caches_module, "WAIT_SECONDS", 5.0)
-    monkeypatch.setattr(caches_module, "RESTORE_SECONDS", 0.0)
+    monkeypatch.setattr(EngineConfig, "restore_seconds", 0.0)
     while uid not in told.started:
         clock.now += machine.store.config.answer_seconds - 0.1
         told.take(machine.engine.next())

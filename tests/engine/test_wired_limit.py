@@ -34,9 +34,16 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("option", "expected"), [("auto", [BEFORE, RECOMMENDED, BEFORE]), ("4MB", [BEFORE, 4_000_000, BEFORE]), ("off", [BEFORE])]
+    ("option", "expected"),
+    [
+        ("auto", [BEFORE, RECOMMENDED, BEFORE]),
+        ("4MB", [BEFORE, 4_000_000, BEFORE]),
+        ("off", [BEFORE]),
+    ],
 )
-def test_the_limit_is_set_as_the_option_says_and_set_back(option: str, expected: list[int], limits: list[int]) -> None:
+def test_the_limit_is_set_as_the_option_says_and_set_back(
+    option: str, expected: list[int], limits: list[int]
+) -> None:
     wired: Any = parse(["--wired-limit", option]).wired_limit
     engine = BlockPoolBatchEngine.open(make_model("llama"), 10**6, EngineConfig(wired_bytes=wired))
     engine.close()
@@ -44,9 +51,13 @@ def test_the_limit_is_set_as_the_option_says_and_set_back(option: str, expected:
     assert limits == expected
 
 
-def test_a_size_needs_a_device_that_has_such_a_limit(limits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_needs_a_device_that_has_such_a_limit(
+    limits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    BlockPoolBatchEngine.open(make_model("llama"), 10**6, EngineConfig(wired_bytes=4_000_000)).close()
+    BlockPoolBatchEngine.open(
+        make_model("llama"), 10**6, EngineConfig(wired_bytes=4_000_000)
+    ).close()
     assert limits == [BEFORE]
 
 

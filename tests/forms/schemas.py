@@ -1,4 +1,6 @@
-"""JSON schemas compiled over a vocabulary of bytes, random replies that keep them, and jsonschema with numbers as written."""
+"""JSON schemas compiled over a vocabulary of bytes, random replies that keep them, and
+jsonschema with numbers as written.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from llguidance import LLMatcher, LLTokenizer
 from mlx_blockpool.config import FormConfig
 from mlx_blockpool.errors import FormError
 from mlx_blockpool.forms.compiler import Compiler
-from mlx_blockpool.forms.schema import exact
+from mlx_blockpool.forms.exact import exact
+from mlx_blockpool.forms.output_format import OutputFormat
 from mlx_blockpool.forms.vocabulary import Vocabulary
-from mlx_blockpool.forms.wanted import Wanted
 
 EOS = 256
 # Half of the random bytes are among those that bring JSON to its end.
@@ -41,7 +43,13 @@ class _Bytes:
 @functools.cache
 def vocabulary_of_bytes() -> Vocabulary:
     ll = LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
-    return Vocabulary(ll=ll, added={"<end>": EOS}, num_words=9, space=frozenset({9, 10, 13, 32}), eos=frozenset({EOS}))
+    return Vocabulary(
+        ll=ll,
+        added={"<end>": EOS},
+        num_words=9,
+        space=frozenset({9, 10, 13, 32}),
+        eos=frozenset({EOS}),
+    )
 
 
 def compiled(schema: Any) -> LLMatcher:
@@ -50,7 +58,9 @@ def compiled(schema: Any) -> LLMatcher:
 
 
 def compiled_as(kind: Any, text: str, place: str) -> LLMatcher:
-    return Compiler(FormConfig()).content("bytes", vocabulary_of_bytes(), Wanted(kind, text, place))
+    return Compiler(FormConfig()).content(
+        "bytes", vocabulary_of_bytes(), OutputFormat(kind, text, place)
+    )
 
 
 def refusal(schema: Any) -> str | None:
@@ -90,11 +100,15 @@ def errors_of(schema: Any, text: str | bytes) -> list[str]:
     """What jsonschema finds wrong with JSON, whose numbers are read as they are written."""
     with decimal.localcontext(EXACT):
         validator = _Validator(json.loads(json.dumps(schema), parse_float=Decimal))
-        return [error.message for error in validator.iter_errors(json.loads(text, parse_float=_decimal))]
+        return [
+            error.message for error in validator.iter_errors(json.loads(text, parse_float=_decimal))
+        ]
 
 
 def _decimal(text: str) -> Decimal:
-    """A number; 0.5 in place of one with a large exponent, which only numbers without bounds have."""
+    """A number; 0.5 in place of one with a large exponent, which only numbers without bounds
+    have.
+    """
     try:
         value = Decimal(text)
     except decimal.InvalidOperation:
@@ -102,7 +116,9 @@ def _decimal(text: str) -> Decimal:
     return value if abs(value.adjusted()) < 400 else Decimal("0.5")
 
 
-def _multiple_of(validator: Any, divisor: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+def _multiple_of(
+    validator: Any, divisor: Any, value: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
     if validator.is_type(value, "number") and Decimal(value) % Decimal(divisor):
         yield jsonschema.ValidationError(f"{value} is not a multiple of {divisor}")
 

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from forms.vocabularies import vocabulary_of
+from llguidance import LLMatcher
 
 from mlx_blockpool.config import FormConfig
 from mlx_blockpool.errors import FormError
 from mlx_blockpool.forms.calls import call_grammar
-from mlx_blockpool.forms.compiler import Compiler
-from mlx_blockpool.forms.form import Form, Marks
-from mlx_blockpool.forms.wanted import Wanted, WantedTool
+from mlx_blockpool.forms.compiler import REPLY_BYTES, Compiled, Compiler, FormCost
+from mlx_blockpool.forms.form import Marks, ReplyForm
+from mlx_blockpool.forms.output_format import OutputFormat, ToolFormat
 
 WORD = "start: /[a-z]+/"
 
@@ -27,7 +28,7 @@ def accepts(found: Any, text: str) -> bool:
 
 
 def compile_content(compiler: Compiler, kind: Any, text: str) -> Any:
-    return compiler.content("key", vocabulary_of("bpe"), Wanted(kind, text, "here"))
+    return compiler.content("key", vocabulary_of("bpe"), OutputFormat(kind, text, "here"))
 
 
 def test_a_hundred_threads_compile_one_grammar_once() -> None:
@@ -48,33 +49,110 @@ def test_a_hundred_threads_compile_one_grammar_once() -> None:
     assert not found[1].is_accepting()
 
 
-def test_the_least_recently_used_grammars_are_dropped_by_number_and_size() -> None:
+def without_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes no time: what a grammar is estimated at is its text alone."""
+    monkeypatch.setattr("mlx_blockpool.forms.compiler.COMPILING_BYTES", 0)
+
+
+def test_the_least_recently_used_grammars_are_dropped_by_number_and_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_time(monkeypatch)
     vocabulary = vocabulary_of("bpe")
-    few, small = Compiler(FormConfig(compiled=2)), Compiler(FormConfig(compiled_bytes=len(WORD) * 2))
+    few, small = (
+        Compiler(FormConfig(compiled=2)),
+        Compiler(FormConfig(compiled_bytes=len(WORD) * 2)),
+    )
     for compiler in (few, small):
         for text in (WORD, WORD.replace("z", "y"), WORD, WORD.replace("z", "x"), WORD):
             compiler.compile("key", vocabulary, text, "here")
         assert (len(compiler), compiler.compiled, compiler.hits) == (2, 3, 2)
+        assert compiler.nbytes == 2 * len(WORD)
         compiler.compile("key", vocabulary, WORD.replace("z", "y"), "here")
         assert compiler.compiled == 4
-    # One that is larger than all of the room is kept alone.
-    small.compile("key", vocabulary, "start: " + " ".join(["/a/"] * 20), "here")
-    assert len(small) == 1
+    # What is larger than the bound is compiled, and not kept.
+    assert not small.compile(
+        "key", vocabulary, "start: " + " ".join(["/a/"] * 20), "here"
+    ).is_error()
+    assert (len(small), small.nbytes) == (0, 0)
 
 
-def test_what_is_kept_is_bounded_by_the_time_of_compiling_and_of_masks() -> None:
-    vocabulary, compiler = vocabulary_of("bpe"), Compiler(FormConfig(kept_seconds=0))
-    for text in (WORD, WORD.replace("z", "y"), WORD):
-        compiler.compile("key", vocabulary, text, "here")
-    # The last one is kept in any case.
-    assert (len(compiler), compiler.compiled) == (1, 3)
-    compiler = Compiler(FormConfig(reply_seconds=1e-9))
-    form = Form(Marks(), vocabulary.num_words, compiler.compile("key", vocabulary, WORD, "here"), None, "form", compiler.work)
-    assert (compiler.compile("key", vocabulary, WORD, "here").is_error(), compiler.compiled) == (False, 1)
+def test_a_grammar_is_estimated_by_the_time_that_it_and_its_replies_took() -> None:
+    found = Compiled(
+        LLMatcher(vocabulary_of("bpe").ll, LLMatcher.grammar_from_lark(WORD), log_level=0),
+        1_000,
+        0.25,
+    )
+    assert found.nbytes == 1_000 + 107_500_000
+    for seconds in (0.125, 0.0, 0.125):
+        work = FormCost()
+        work.follow(found)
+        work.charge(seconds)
+    assert (found.nbytes, found.grown) == (1_000 + 107_500_000 + 65_000_000, 65_000_000)
+    # A refusal has no matcher.
+    assert Compiled("it is too large", 1_000, 0.25).nbytes == 1_000
+
+
+def test_a_grammar_that_its_replies_have_made_large_is_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_time(monkeypatch)
+    vocabulary, compiler, work = (
+        vocabulary_of("bpe"),
+        Compiler(FormConfig(compiled_bytes=1_000_000)),
+        FormCost(),
+    )
+    matcher = compiler.compile("key", vocabulary, WORD, "here", work)
+    form = ReplyForm(Marks(), vocabulary.num_words, matcher, None, "form", work)
     form.fill(np.empty(vocabulary.num_words, np.int32))
-    assert compiler.work.seconds > 0
+    assert compiler.nbytes == len(WORD) + int(work.seconds * REPLY_BYTES) > len(WORD)
+    compiler.compile("key", vocabulary, WORD.replace("z", "y"), "here")
+    work.charge(0.4 * 1_000_000 / REPLY_BYTES - work.seconds)
     compiler.compile("key", vocabulary, WORD, "here")
-    assert (len(compiler), compiler.compiled, compiler.work.seconds) == (1, 2, 0)
+    assert (compiler.compiled, compiler.hits, len(compiler)) == (2, 1, 2)
+    work.charge(0.2 * 1_000_000 / REPLY_BYTES)
+    compiler.compile("key", vocabulary, WORD, "here")
+    assert (compiler.compiled, compiler.hits, len(compiler), compiler.nbytes) == (
+        3,
+        1,
+        2,
+        2 * len(WORD),
+    )
+
+
+def test_what_grows_beyond_the_bound_is_dropped_before_it_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_time(monkeypatch)
+    vocabulary, compiler, works = (
+        vocabulary_of("bpe"),
+        Compiler(FormConfig(compiled_bytes=1_000)),
+        [FormCost(), FormCost()],
+    )
+    for text, work in zip((WORD, WORD.replace("z", "y")), works, strict=True):
+        compiler.compile("key", vocabulary, text, "here", work)
+        work.charge(600 / REPLY_BYTES)
+    assert (compiler.nbytes, len(compiler)) == (600 + len(WORD), 1)
+
+
+def test_a_running_form_goes_on_when_its_grammar_is_dropped() -> None:
+    vocabulary, compiler, work = vocabulary_of("bpe"), Compiler(FormConfig()), FormCost()
+    form = ReplyForm(
+        Marks(),
+        vocabulary.num_words,
+        compiler.compile("key", vocabulary, WORD, "here", work),
+        None,
+        "form",
+        work,
+    )
+    words = np.empty(vocabulary.num_words, np.int32)
+    form.fill(words)
+    before = words.copy()
+    compiler.clear()
+    assert (len(compiler), compiler.nbytes) == (0, 0)
+    form.fill(words)
+    assert (words == before).all()
+    form.follow(vocabulary.ll.tokenize_str("name"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +161,10 @@ def test_what_is_kept_is_bounded_by_the_time_of_compiling_and_of_masks() -> None
         ("regex", "[ab]a{999}{999}"),
         ("regex", f"[ab]{'a' * 40_000}"),
         ("grammar", f'start: /[ab]/ x{{30}}\nx: "{"a" * 2_000}"'),
-        ("grammar", 'root ::= [ab] x x x x\nx ::= y y y y\ny ::= z z z z\nz ::= "' + "a" * 1_000 + '"'),
+        (
+            "grammar",
+            'root ::= [ab] x x x x\nx ::= y y y y\ny ::= z z z z\nz ::= "' + "a" * 1_000 + '"',
+        ),
     ],
     ids=["counters", "text", "lark", "gbnf"],
 )
@@ -92,7 +173,7 @@ def test_no_form_forces_a_text_without_end_in_one_step(kind: str, text: str) -> 
     assert matcher.consume_tokens(vocabulary_of("bpe").ll.tokenize_str("b"))
     forced = matcher.compute_ff_tokens()
     assert len(vocabulary_of("bpe").ll.decode_bytes(forced)) <= 20_000
-    # What has met the limit is in an error behind the run, and cannot end as if it were whole.
+    # What has met the limit is in an error after the run, and cannot end as if it were whole.
     matcher.consume_tokens(forced)
     matcher.compute_bitmask()
     assert matcher.is_error() == (kind == "regex")
@@ -105,8 +186,12 @@ def test_constants_that_many_parameters_share_are_not_forced_together() -> None:
         "required": names,
         "$defs": {"c": {"const": "a" * 2_000}},
     }
-    tool = WantedTool("f", json.dumps({"type": "object", **shared, "additionalProperties": False}), "here")
-    matcher = Compiler(FormConfig()).compile("key", vocabulary, call_grammar("qwen3_coder", [tool], vocabulary), "here")
+    tool = ToolFormat(
+        "f", json.dumps({"type": "object", **shared, "additionalProperties": False}), "here"
+    )
+    matcher = Compiler(FormConfig()).compile(
+        "key", vocabulary, call_grammar("qwen3_coder", [tool], vocabulary), "here"
+    )
     assert not matcher.compute_ff_tokens()
 
 
@@ -132,7 +217,9 @@ def test_what_is_kept_does_not_wait_for_another_grammar() -> None:
         return matcher(*arguments)
 
     compiler._matcher = slow  # type: ignore[method-assign]
-    other = threading.Thread(target=compiler.compile, args=("key", vocabulary_of("bpe"), 'start: "other"', "here"))
+    other = threading.Thread(
+        target=compiler.compile, args=("key", vocabulary_of("bpe"), 'start: "other"', "here")
+    )
     other.start()
     assert compiles.wait(60)
     compiler.compile("key", vocabulary_of("bpe"), WORD, "here")
@@ -152,7 +239,9 @@ def test_a_grammar_whose_replies_have_used_up_its_states_is_compiled_anew() -> N
         draw = random.Random(seed)
         for count in range(100):
             matcher.compute_bitmask()
-            if matcher.is_error() or not matcher.consume_token(vocabulary.ll.tokenize_str(draw.choice("ab"))[0]):
+            if matcher.is_error() or not matcher.consume_token(
+                vocabulary.ll.tokenize_str(draw.choice("ab"))[0]
+            ):
                 return count
         return 100
 
@@ -169,8 +258,18 @@ def test_a_grammar_whose_replies_have_used_up_its_states_is_compiled_anew() -> N
 @pytest.mark.parametrize(
     ("kind", "text", "taken", "refused"),
     [
-        ("json", '{"type": "array"}', ["[1]", "\n\n[ ]\n", '[{"a": 1}' + " " * 20 + "]"], ["{}", "[1", "[1" + " " * 21 + "]"]),
-        ("choice", json.dumps(["a", "a/b", "x\ny", "é <think>#", '"q"']), ["a", "a/b", "x\ny", "é <think>#", '"q"'], ["b", "a/"]),
+        (
+            "json",
+            '{"type": "array"}',
+            ["[1]", "\n\n[ ]\n", '[{"a": 1}' + " " * 20 + "]"],
+            ["{}", "[1", "[1" + " " * 21 + "]"],
+        ),
+        (
+            "choice",
+            json.dumps(["a", "a/b", "x\ny", "é <think>#", '"q"']),
+            ["a", "a/b", "x\ny", "é <think>#", '"q"'],
+            ["b", "a/"],
+        ),
         ("regex", r"^[a-z]+\/x$", ["abc/x"], ["/x", "abc/xy"]),
         ("regex", "", [""], ["a"]),
         ("regex", r"a\$|\\$", ["a$", "\\"], ["a"]),
@@ -178,7 +277,9 @@ def test_a_grammar_whose_replies_have_used_up_its_states_is_compiled_anew() -> N
         ("grammar", 'root ::= "yes" | "no"', ["yes", "no"], ["nope", "ye"]),
     ],
 )
-def test_content_is_matched_as_a_whole(kind: str, text: str, taken: list[str], refused: list[str]) -> None:
+def test_content_is_matched_as_a_whole(
+    kind: str, text: str, taken: list[str], refused: list[str]
+) -> None:
     found = compile_content(Compiler(FormConfig()), kind, text)
     assert [accepts(found, one) for one in taken] == [True] * len(taken)
     assert [accepts(found, one) for one in refused] == [False] * len(refused)
@@ -190,12 +291,34 @@ def test_content_is_matched_as_a_whole(kind: str, text: str, taken: list[str], r
         ("regex", "(a", "invalid regex: unclosed group"),
         ("regex", "a{20001}", "it begins with more than 20000 bytes that leave no choice"),
         ("regex", "a)|(b", "invalid regex: unopened group"),
-        ("regex", "a(?!b)", "invalid regex: look-around, including look-ahead and look-behind, is not supported"),
+        (
+            "regex",
+            "a(?!b)",
+            "invalid regex: look-around, including look-ahead and look-behind, is not supported",
+        ),
         ("regex", "\ud800", "this regex cannot be read: 'utf-8' codec can't encode character"),
-        ("choice", '["\\ud800"]', "this choice cannot be read: 'utf-8' codec can't encode character"),
+        (
+            "choice",
+            '["\\ud800"]',
+            "this choice cannot be read: 'utf-8' codec can't encode character",
+        ),
+        (
+            "grammar",
+            'start: a\na: a "x"',
+            "no text ever completes it: one of its rules leads to itself and has no",
+        ),
+        (
+            "grammar",
+            "root ::= root",
+            "no text ever completes it: one of its rules leads to itself and has no",
+        ),
         ("grammar", "start: foo", 'at 1(8): unknown name: "foo"'),
         ("grammar", "hello", "this grammar cannot be read: Expected ::="),
-        ("grammar", "root ::= " + "(" * 5000, "this grammar cannot be read: maximum recursion depth exceeded"),
+        (
+            "grammar",
+            "root ::= " + "(" * 5000,
+            "this grammar cannot be read: maximum recursion depth exceeded",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_its_place(kind: str, text: str, why: str) -> None:
@@ -210,26 +333,35 @@ def test_what_cannot_be_compiled_is_refused_with_its_place(kind: str, text: str,
 
 
 @pytest.mark.parametrize(
-    ("schema", "place", "why"),
+    ("schema", "why"),
     [
-        ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, ".properties.a.oneOf", "oneOf is not supported where two of its"),
-        ({"type": "string", "pattern": "a(?!b)"}, ".properties.a.pattern", "invalid regex: look-around"),
+        (
+            {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+            "oneOf is not supported where two of its",
+        ),
+        ({"type": "string", "pattern": "a(?!b)"}, "invalid regex: look-around"),
     ],
 )
-def test_a_schema_is_refused_with_the_place_in_it_which_is_looked_for_once(schema: Any, place: str, why: str) -> None:
+def test_a_schema_that_does_not_compile_is_refused_and_not_compiled_again(
+    schema: Any, why: str
+) -> None:
     compiler = Compiler(FormConfig())
-    text = json.dumps({"type": "object", "properties": {"a": schema, "b": {"type": "integer"}}, "required": ["a"]})
+    text = json.dumps(
+        {"type": "object", "properties": {"a": schema, "b": {"type": "integer"}}, "required": ["a"]}
+    )
     tries: list[Any] = []
     for _ in range(3):
         with pytest.raises(FormError) as raised:
             compile_content(compiler, "json", text)
-        assert str(raised.value).startswith(f"here{place}: {why}")
+        assert str(raised.value).startswith(f"here: {why}")
         tries.append(compiler.hits)
     assert (tries, compiler.refused, len(compiler)) == ([0, 1, 2], 1, 1)
 
 
 def test_a_grammar_that_takes_too_long_is_refused() -> None:
-    with pytest.raises(FormError, match=r"^here: it took 0.0 s to compile; at most -1 s are spent on one$"):
+    with pytest.raises(
+        FormError, match=r"^here: it took 0.0 s to compile; at most -1 s are spent on one$"
+    ):
         Compiler(FormConfig(compile_seconds=-1)).compile("key", vocabulary_of("bpe"), WORD, "here")
 
 
@@ -240,4 +372,6 @@ def test_a_language_without_texts_is_refused() -> None:
 
 def test_limits_of_llguidance_are_those_of_the_config() -> None:
     with pytest.raises(FormError, match="too"):
-        Compiler(FormConfig(grammar_symbols=3)).compile("key", vocabulary_of("bpe"), 'start: "a" /b/ "c" /d/ "e"', "here")
+        Compiler(FormConfig(grammar_symbols=3)).compile(
+            "key", vocabulary_of("bpe"), 'start: "a" /b/ "c" /d/ "e"', "here"
+        )

@@ -1,4 +1,6 @@
-"""The states of a form: thinking, free text, calls and content, what is open in each, and what is forced."""
+"""The states of a form: thinking, free text, calls and content, what is open in each, and what
+is forced.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_blockpool.config import FormConfig
 from mlx_blockpool.errors import FormError
 from mlx_blockpool.forms.compiler import Compiler
-from mlx_blockpool.forms.form import MOST_FORCED, Form, Marks
-from mlx_blockpool.forms.schema import exact
-from mlx_blockpool.forms.wanted import Wanted
+from mlx_blockpool.forms.exact import exact
+from mlx_blockpool.forms.form import Marks, ReplyForm
+from mlx_blockpool.forms.output_format import OutputFormat
 
 VOCABULARY = vocabulary_of("bpe")
 COMPILER = Compiler(FormConfig())
-MARKS = Marks.of(tokenizer_of("bpe"), VOCABULARY)
+MARKS = Marks.from_tokenizer(tokenizer_of("bpe"), VOCABULARY)
 THINK, THOUGHT = VOCABULARY.added["<think>"], VOCABULARY.added["</think>"]
 CALL, CALLED = VOCABULARY.added["<tool_call>"], VOCABULARY.added["</tool_call>"]
 END = max(VOCABULARY.eos)
@@ -31,8 +33,8 @@ END = max(VOCABULARY.eos)
 CONTENT = 'start: ws "[" DIGITS "]"\nws: /[ \\n]{0,2}/\nDIGITS: /[0-9]+/\n'
 ONE_CALL = f'start: "name(" /[a-z]/ ")" <[{CALLED}]>\n'
 
-# The tokens behind which after() has brought forms.
-FOLLOWED: dict[Form, list[int]] = {}
+# The tokens after which after() has brought forms.
+FOLLOWED: dict[ReplyForm, list[int]] = {}
 
 
 def matcher(grammar: str) -> LLMatcher:
@@ -43,12 +45,17 @@ def tokens_of(text: str) -> list[int]:
     return VOCABULARY.ll.tokenize_str(text)
 
 
-def form_of(state: Any = "start", content: str | None = CONTENT, calls: str | None = None, marks: Marks = MARKS) -> Form:
+def form_of(
+    state: Any = "start",
+    content: str | None = CONTENT,
+    calls: str | None = None,
+    marks: Marks = MARKS,
+) -> ReplyForm:
     compiled = [None if grammar is None else matcher(grammar) for grammar in (content, calls)]
-    return Form(marks, VOCABULARY.num_words, *compiled, state)
+    return ReplyForm(marks, VOCABULARY.num_words, *compiled, state)
 
 
-def open_tokens(form: Form) -> set[int] | None:
+def open_tokens(form: ReplyForm) -> set[int] | None:
     """The tokens that may come next; None: any."""
     words = np.full(VOCABULARY.num_words, -1, np.int32)
     if not form.fill(words):
@@ -58,9 +65,11 @@ def open_tokens(form: Form) -> set[int] | None:
     return set(np.flatnonzero(bits).tolist())
 
 
-def after(form: Form, *parts: str | int) -> Form:
-    """A form behind text and tokens."""
-    added = [token for part in parts for token in (tokens_of(part) if isinstance(part, str) else [part])]
+def after(form: ReplyForm, *parts: str | int) -> ReplyForm:
+    """A form after text and tokens."""
+    added = [
+        token for part in parts for token in (tokens_of(part) if isinstance(part, str) else [part])
+    ]
     copy = form.copy()
     FOLLOWED[copy] = [*FOLLOWED.get(form, []), *added]
     copy.follow(FOLLOWED[copy])
@@ -74,10 +83,14 @@ def first(text: str) -> int:
 def test_marks_are_single_tokens_or_have_an_added_one() -> None:
     assert (MARKS.think_start, MARKS.think_end, MARKS.call_start) == ((THINK,), (THOUGHT,), (CALL,))
     hf = tokenizer_of("bpe")._tokenizer
-    in_text = TokenizerWrapper(hf, BPEStreamingDetokenizer, tool_call_start="<function name=", tool_call_end="</function>")
-    assert Marks.of(in_text, VOCABULARY).call_start == ()
-    mixed = TokenizerWrapper(hf, BPEStreamingDetokenizer, tool_call_start="<tool_call>name", tool_call_end="")
-    assert Marks.of(mixed, VOCABULARY).call_start == (CALL, *tokens_of("name"))
+    in_text = TokenizerWrapper(
+        hf, BPEStreamingDetokenizer, tool_call_start="<function name=", tool_call_end="</function>"
+    )
+    assert Marks.from_tokenizer(in_text, VOCABULARY).call_start == ()
+    mixed = TokenizerWrapper(
+        hf, BPEStreamingDetokenizer, tool_call_start="<tool_call>name", tool_call_end=""
+    )
+    assert Marks.from_tokenizer(mixed, VOCABULARY).call_start == (CALL, *tokens_of("name"))
 
 
 def test_content_is_held_from_its_first_token_to_its_end() -> None:
@@ -88,7 +101,7 @@ def test_content_is_held_from_its_first_token_to_its_end() -> None:
     assert digits.isdisjoint({END, THINK, CALL, first("a")})
     assert open_tokens(after(form, "[12]")) == VOCABULARY.eos
     assert open_tokens(after(form, "[12]", END)) == VOCABULARY.eos
-    # Tokens behind the end change nothing.
+    # Tokens after the end change nothing.
     assert open_tokens(after(form, "[12]", END, "more")) == VOCABULARY.eos
 
 
@@ -100,8 +113,15 @@ def test_following_is_idempotent_and_counts_all_tokens() -> None:
 
 
 def test_tokens_that_break_the_form_are_an_error() -> None:
-    for tokens in ([first("a")], [*tokens_of("[1"), first("a")], [*tokens_of("[1"), END], [*tokens_of("[1]"), first("1")]):
-        with pytest.raises(FormError, match=r"the reply has left its form|cannot begin the reply in its form"):
+    for tokens in (
+        [first("a")],
+        [*tokens_of("[1"), first("a")],
+        [*tokens_of("[1"), END],
+        [*tokens_of("[1]"), first("1")],
+    ):
+        with pytest.raises(
+            FormError, match=r"the reply has left its form|cannot begin the reply in its form"
+        ):
             form_of().follow(tokens)
 
 
@@ -117,7 +137,7 @@ def test_thinking_and_calls_may_come_before_content() -> None:
     # Neither thinking nor a call where the model has none.
     plain = form_of(marks=Marks(eos=MARKS.eos, space=MARKS.space))
     assert (open_tokens(plain) or set()).isdisjoint({THINK, CALL})
-    # Calls that have no grammar are no part of a form.
+    # Calls that have no grammar are not part of a form.
     assert CALL not in (open_tokens(form_of()) or set())
 
 
@@ -125,14 +145,23 @@ def test_thinking_is_free_and_does_not_end_the_reply_before_its_content() -> Non
     for form in (form_of("thinking"), after(form_of(), THINK)):
         thinking = open_tokens(after(form, "anything, [ too"))
         assert thinking is not None
-        assert thinking == set(range(32 * VOCABULARY.num_words)) & set(range(len(tokenizer_of("bpe")))) - VOCABULARY.eos
+        assert (
+            thinking
+            == set(range(32 * VOCABULARY.num_words))
+            & set(range(len(tokenizer_of("bpe")))) - VOCABULARY.eos
+        )
         begun = after(form, "so", THOUGHT)
         assert {first("["), THINK} <= (open_tokens(begun) or set())
         assert open_tokens(after(begun, "\n\n[7]")) == VOCABULARY.eos
 
 
 def test_marks_of_several_tokens_are_forced_once_they_are_begun() -> None:
-    marks = replace(MARKS, think_start=(THINK, first("a"), first("b")), think_end=(first("c"), THOUGHT), call_start=(THINK, CALL))
+    marks = replace(
+        MARKS,
+        think_start=(THINK, first("a"), first("b")),
+        think_end=(first("c"), THOUGHT),
+        call_start=(THINK, CALL),
+    )
     form = form_of(calls=ONE_CALL, marks=marks)
     assert form.forced() == []
     either = after(form, THINK)
@@ -158,11 +187,13 @@ def test_a_call_among_free_text_is_held_and_text_follows() -> None:
     call = after(form, "text", CALL)
     assert call.forced()[:1] == [first("name")]
     for _ in range(2):
-        assert open_tokens(after(call, "name(")) == {first(letter) for letter in "abcdefghijklmnopqrstuvwxyz"}
-        behind = after(call, "name(x)", CALLED)
-        assert open_tokens(behind) is None
+        assert open_tokens(after(call, "name(")) == {
+            first(letter) for letter in "abcdefghijklmnopqrstuvwxyz"
+        }
+        later = after(call, "name(x)", CALLED)
+        assert open_tokens(later) is None
         # A second call begins anew.
-        call = after(behind, "\n", CALL)
+        call = after(later, "\n", CALL)
     assert open_tokens(after(form, "text", END)) == VOCABULARY.eos
 
 
@@ -185,15 +216,17 @@ def test_thinking_in_free_text_is_free_and_calls_may_come_in_it() -> None:
     assert open_tokens(after(form, "so", THOUGHT, "text", THINK)) is None
 
 
-def test_calls_beside_content_take_its_place() -> None:
-    several = ONE_CALL.replace("start:", "start: call (/[ \\n]{0,2}/ " + f"<[{CALL}]>" + " call)*\ncall:")
+def test_calls_next_to_content_take_its_place() -> None:
+    several = ONE_CALL.replace(
+        "start:", "start: call (/[ \\n]{0,2}/ " + f"<[{CALL}]>" + " call)*\ncall:"
+    )
     form = form_of(calls=several)
-    behind = after(form, "\n", CALL, "name(x)", CALLED)
-    allowed = open_tokens(behind)
+    later = after(form, "\n", CALL, "name(x)", CALLED)
+    allowed = open_tokens(later)
     assert allowed is not None
     assert VOCABULARY.eos | {CALL} <= allowed
     assert first("[") not in allowed
-    assert open_tokens(after(behind, CALL, "name(x)", CALLED, END)) == VOCABULARY.eos
+    assert open_tokens(after(later, CALL, "name(x)", CALLED, END)) == VOCABULARY.eos
     # No text follows a single call either.
     assert open_tokens(after(form_of(calls=ONE_CALL), CALL, "name(x)", CALLED)) == VOCABULARY.eos
 
@@ -209,17 +242,21 @@ def test_a_forced_token_is_the_only_one_that_is_open() -> None:
 
 
 @pytest.mark.parametrize("state", ["start", "form"])
-def test_a_long_run_of_forced_tokens_is_found_once(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_of_forced_tokens_is_found_once(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = " a long text" * 400
     grammar = f'start: "{text}" /[xy]/\n'
     form = form_of(state, grammar, marks=Marks(eos=MARKS.eos, space=MARKS.space))
-    found, find, generated = [], Form._find_forced, list[int]()
-    monkeypatch.setattr(Form, "_find_forced", lambda form: found.append(form) or find(form))
+    found, find, generated = [], ReplyForm._find_forced, list[int]()
+    monkeypatch.setattr(ReplyForm, "_find_forced", lambda form: found.append(form) or find(form))
     while forced := form.forced():
-        assert len(forced) <= MOST_FORCED
+        assert len(forced) <= FormConfig.most_forced
         generated += forced[:20]
         form.follow(generated)
-        assert open_tokens(form) == ({first("x"), first("y")} if not form.forced() else {form.forced()[0]})
+        assert open_tokens(form) == (
+            {first("x"), first("y")} if not form.forced() else {form.forced()[0]}
+        )
     assert "".join(tokenizer_of("bpe").decode(generated)) == text
     # At its beginning, and at its end.
     assert len(found) == 2
@@ -252,16 +289,21 @@ AMBIGUOUS = "start: a\na: a a | /[a-z]/ | b\nb: b a | a b | /[a-y]/\n"
 @pytest.mark.parametrize("limits", [{"step_items": 2000}, {"row_items": 50}])
 def test_a_form_whose_limits_are_met_is_an_error_and_no_end(limits: dict[str, int]) -> None:
     compiled = Compiler(FormConfig(**limits)).compile("bpe", VOCABULARY, AMBIGUOUS, "here")
-    form = Form(MARKS, VOCABULARY.num_words, compiled, None, "form")
+    form = ReplyForm(MARKS, VOCABULARY.num_words, compiled, None, "form")
     with pytest.raises(FormError, match=r"Too many items|row has 55 items; max is 50"):
         write_letters(form, 100)
 
 
-@pytest.mark.parametrize(("costs", "fails_at"), [([0.004] * 200, None), ([0.4, *[0.0] * 199], None), ([0.03] * 200, 9)])
+@pytest.mark.parametrize(
+    ("costs", "fails_at"), [([0.004] * 200, None), ([0.4, *[0.0] * 199], None), ([0.03] * 200, 9)]
+)
 def test_a_form_that_costs_much_with_every_token_is_an_error(
     costs: list[float], fails_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All replies wait for it. Following a token and filling a mask are measured, each between two looks at the clock."""
+    """All replies wait for it.
+
+    Following a token and filling a mask are measured, each between two looks at the clock.
+    """
     form = form_of("form", "start: /[a-z]*/\n")
     looks = itertools.accumulate(cost for each in costs for cost in (0.0, each))
     monkeypatch.setattr(time, "thread_time", lambda: next(looks))
@@ -272,7 +314,7 @@ def test_a_form_that_costs_much_with_every_token_is_an_error(
         write_letters(form, 100)
 
 
-def write_letters(form: Form, count: int) -> None:
+def write_letters(form: ReplyForm, count: int) -> None:
     for length in range(count):
         form.follow([first("a")] * length)
         assert open_tokens(form) != VOCABULARY.eos
@@ -290,7 +332,12 @@ NESTED = {
     "additionalProperties": False,
 }
 TEXTS = [
-    {"name": "another value here", "count": 12, "tags": ["two words", "é <think>"], "fixed": 'a "constant" \n of text'},
+    {
+        "name": "another value here",
+        "count": 12,
+        "tags": ["two words", "é <think>"],
+        "fixed": 'a "constant" \n of text',
+    },
     {"name": "Zürich", "count": -1, "tags": [], "fixed": 'a "constant" \n of text'},
 ]
 
@@ -299,11 +346,13 @@ TEXTS = [
 @pytest.mark.parametrize("kind", ["bpe", "spm", "prefixed", "naive"])
 def test_forced_tokens_are_those_that_the_tokenizer_writes(kind: str, indent: int | None) -> None:
     vocabulary = vocabulary_of(kind)
-    wanted = Wanted("json", json.dumps(exact(NESTED, "here")), "here")
+    wanted = OutputFormat("json", json.dumps(exact(NESTED, "here")), "here")
     count = 0
     for value in TEXTS:
         tokens = vocabulary.ll.tokenize_str(json.dumps(value, ensure_ascii=False, indent=indent))
-        form = Form(MARKS, vocabulary.num_words, COMPILER.content(kind, vocabulary, wanted), None, "form")
+        form = ReplyForm(
+            MARKS, vocabulary.num_words, COMPILER.content(kind, vocabulary, wanted), None, "form"
+        )
         for end in range(len(tokens)):
             form.follow(tokens[:end])
             forced = form.forced()

@@ -1,4 +1,6 @@
-"""Fuzzed schemas, regular expressions and grammars: each compiles or is refused, soon, in little memory, by no other error."""
+"""Fuzzed schemas, regular expressions and grammars: each compiles or is refused, soon, in little
+memory, by no other error.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,27 @@ from forms.test_schema_suite import GROUPS, KEYS, Schemas
 from thorough import only
 
 from mlx_blockpool.errors import FormError
-from mlx_blockpool.forms.schema import REFUSED, exact
+from mlx_blockpool.forms.exact import REFUSED, exact
 
 JUNK = (
-    *(None, True, 0, -1, 1.5, 10**400, 1e308, float("inf"), 10**9, 2**31, 2**32, 2**64, -(2**70), "", "\ud800", "x" * 2_000),
+    *(
+        None,
+        True,
+        0,
+        -1,
+        1.5,
+        10**400,
+        1e308,
+        float("inf"),
+        10**9,
+        2**31,
+        2**32,
+        2**64,
+        -(2**70),
+        "",
+        "\ud800",
+        "x" * 2_000,
+    ),
     *(
         [],
         {},
@@ -34,11 +53,43 @@ JUNK = (
         "(a|b|ab)*c{50}",
         "\\",
     ),
-    *(".*" * 50, "(((a*)*)*)*", "^(([a-z])+.)+[A-Z]([a-z])+$", "(?:a?){40}a{40}", "(.{1,200}a){1,20}", r"\p{L}{1,500}x", "\\"),
+    *(
+        ".*" * 50,
+        "(((a*)*)*)*",
+        "^(([a-z])+.)+[A-Z]([a-z])+$",
+        "(?:a?){40}a{40}",
+        "(.{1,200}a){1,20}",
+        r"\p{L}{1,500}x",
+        "\\",
+    ),
 )
-KEYWORDS = (*(keyword for group in GROUPS for keyword in group), *REFUSED, "$id", "$anchor", "$defs", "x-guidance", "$schema")
+KEYWORDS = (
+    *(keyword for group in GROUPS for keyword in group),
+    *REFUSED,
+    "$id",
+    "$anchor",
+    "$defs",
+    "x-guidance",
+    "$schema",
+)
 REGEX = (
-    *("(a|b)*", "a{1,1000}", ".{500}", "[^a]*", "(x?y){30}", r"\w+", "(.*a)?", "(?i)", "(", r"\p{L}", r"\b", "{", "|", "$", "^"),
+    *(
+        "(a|b)*",
+        "a{1,1000}",
+        ".{500}",
+        "[^a]*",
+        "(x?y){30}",
+        r"\w+",
+        "(.*a)?",
+        "(?i)",
+        "(",
+        r"\p{L}",
+        r"\b",
+        "{",
+        "|",
+        "$",
+        "^",
+    ),
     *("&&", "~", "[[:alpha:]]", "é", "\x00", "/", "\n"),
 )
 LARK = (
@@ -74,7 +125,16 @@ LARK = (
         "%llguidance {}",
         "[lazy]",
     ),
-    *("$", "..", "/" + "a?" * 50 + "a" * 50 + "/", "{5000}", '"\\n"', "start", "[lazy]", 's: s s s | "a" | ""'),
+    *(
+        "$",
+        "..",
+        "/" + "a?" * 50 + "a" * 50 + "/",
+        "{5000}",
+        '"\\n"',
+        "start",
+        "[lazy]",
+        's: s s s | "a" | ""',
+    ),
 )
 
 
@@ -99,7 +159,9 @@ class Forms:
             return draw.choice(JUNK)
         if isinstance(value, dict):
             found = {key: self.changed(part) for key, part in value.items() if draw.random() > 0.05}
-            return found | ({draw.choice(KEYWORDS): draw.choice(JUNK)} if draw.random() < 0.25 else {})
+            return found | (
+                {draw.choice(KEYWORDS): draw.choice(JUNK)} if draw.random() < 0.25 else {}
+            )
         if isinstance(value, list):
             return [self.changed(part) for part in value] * draw.choice((1, 1, 1, 2, 40))
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -112,18 +174,45 @@ class Forms:
         few, all_names = range(count // 10), [f"p{n}" for n in range(count)]
         kinds: tuple[Callable[[], Any], ...] = (
             lambda: {"type": "object", "properties": {f"p{n}": some(2) for n in few}},
-            lambda: {"type": "object", "properties": dict.fromkeys(all_names, True), "required": all_names},
+            lambda: {
+                "type": "object",
+                "properties": dict.fromkeys(all_names, True),
+                "required": all_names,
+            },
             lambda: {"enum": [f"{'a' * 50}{n}" for n in range(3 * count)]},
             lambda: {"anyOf": [some(2) for _ in few]},
             lambda: {"oneOf": [{"const": n} for n in range(count)]},
-            lambda: {"allOf": [{"anyOf": [some(2) for _ in range(4)]} for _ in range(draw.randint(2, 12))]},
+            lambda: {
+                "allOf": [
+                    {"anyOf": [some(2) for _ in range(4)]} for _ in range(draw.randint(2, 12))
+                ]
+            },
             lambda: {"type": "array", "items": some(2), "minItems": 3 * count, "maxItems": 10_000},
-            lambda: {"type": "string", "minLength": 100 * count, "maxLength": count * 10 ** draw.randint(2, 9)},
+            lambda: {
+                "type": "string",
+                "minLength": 100 * count,
+                "maxLength": count * 10 ** draw.randint(2, 9),
+            },
             lambda: {"patternProperties": {f"^{chr(97 + n % 26)}{n}[a-z]*$": some(2) for n in few}},
-            lambda: {"$ref": "#/$defs/0", "$defs": {str(n): self.node(n, count) for n in range(count)}},
-            lambda: {"type": "number", "multipleOf": draw.choice((1, 9_999, 0.001, 12_345)), "minimum": draw.uniform(-1e6, 1e6)},
-            lambda: {"type": "string", "pattern": "".join(draw.choice(REGEX) for _ in range(draw.randint(1, 6)))},
-            lambda: {"type": "object", "additionalProperties": some(2), "maxProperties": 1_000 * count, "minProperties": 1},
+            lambda: {
+                "$ref": "#/$defs/0",
+                "$defs": {str(n): self.node(n, count) for n in range(count)},
+            },
+            lambda: {
+                "type": "number",
+                "multipleOf": draw.choice((1, 9_999, 0.001, 12_345)),
+                "minimum": draw.uniform(-1e6, 1e6),
+            },
+            lambda: {
+                "type": "string",
+                "pattern": "".join(draw.choice(REGEX) for _ in range(draw.randint(1, 6))),
+            },
+            lambda: {
+                "type": "object",
+                "additionalProperties": some(2),
+                "maxProperties": 1_000 * count,
+                "minProperties": 1,
+            },
             lambda: self.nested(draw.randint(5, 60)),
         )
         return draw.choice(kinds)()
@@ -131,12 +220,21 @@ class Forms:
     def nested(self, depth: int) -> Any:
         found = self.schemas.schema(2)
         for _ in range(depth):
-            found = {"items": found} if self.draw.random() < 0.5 else {"properties": {"a": found, "b": True}}
+            found = (
+                {"items": found}
+                if self.draw.random() < 0.5
+                else {"properties": {"a": found, "b": True}}
+            )
         return found
 
     def node(self, number: int, count: int) -> Any:
         names = [{"$ref": f"#/$defs/{(7 * number + each) % count}"} for each in range(3)]
-        return {"anyOf": [{"type": "string"}, {"type": "object", "properties": dict(zip(KEYS, names, strict=False))}]}
+        return {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "object", "properties": dict(zip(KEYS, names, strict=False))},
+            ]
+        }
 
 
 def resident() -> int:
@@ -146,7 +244,9 @@ def resident() -> int:
 
 
 def steps(matcher: Any, draw: random.Random) -> None:
-    """Some tokens that a matcher allows, until it ends or meets a limit, which is an error of its own."""
+    """Some tokens that a matcher allows, until it ends or meets a limit, which is an error of
+    its own.
+    """
     for _ in range(30):
         mask = matcher.compute_logit_bias()
         allowed = [token for token in range(EOS) if mask[token]]
@@ -163,7 +263,9 @@ def test_fuzzed_forms_compile_or_are_refused_within_a_second(count: int) -> None
         kind, form = forms.form()
         before, started = resident(), time.process_time()
         try:
-            matcher = compiled_as(kind, json.dumps(exact(form, "schema")) if kind == "json" else form, "schema")
+            matcher = compiled_as(
+                kind, json.dumps(exact(form, "schema")) if kind == "json" else form, "schema"
+            )
         except FormError:
             found["refused"] += 1
         else:
@@ -179,7 +281,10 @@ def test_every_keyword_takes_any_value_or_is_refused() -> None:
     refused = set()
     for keyword in KEYWORDS:
         for junk in JUNK:
-            for schema in ({keyword: junk}, {"properties": {"a": {"type": "string", keyword: junk}}, "required": ["a"]}):
+            for schema in (
+                {keyword: junk},
+                {"properties": {"a": {"type": "string", keyword: junk}}, "required": ["a"]},
+            ):
                 try:
                     compiled_as("json", json.dumps(exact(schema, "schema")), "schema")
                 except FormError as error:

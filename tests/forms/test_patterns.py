@@ -90,7 +90,9 @@ def test_nothing_is_accepted_that_python_rejects(number: int) -> None:
         if refusal({"type": "string", "pattern": pattern}) is None:
             kept += 1
             matcher = compiled({"type": "string", "pattern": pattern})
-            for text in ["".join(draw.choices(CHARACTERS, k=draw.randint(0, 4))) for _ in range(12)]:
+            for text in [
+                "".join(draw.choices(CHARACTERS, k=draw.randint(0, 4))) for _ in range(12)
+            ]:
                 if accepts(matcher, json.dumps(text, ensure_ascii=draw.random() < 0.3)):
                     assert expected.search(text), (pattern, text)
 
@@ -109,10 +111,15 @@ def test_nothing_is_accepted_that_python_rejects(number: int) -> None:
         (r"^\p{Lu}$", ["A", "É"], ["a"]),
     ],
 )
-def test_a_pattern_matches_what_every_reading_of_it_does(pattern: str, matching: list[str], others: list[str]) -> None:
+def test_a_pattern_matches_what_every_reading_of_it_does(
+    pattern: str, matching: list[str], others: list[str]
+) -> None:
     matcher = compiled({"type": "string", "pattern": pattern})
     for text in (*matching, *others):
-        assert (text, text in matching) == (text, accepts(matcher, json.dumps(text, ensure_ascii=False)))
+        assert (text, text in matching) == (
+            text,
+            accepts(matcher, json.dumps(text, ensure_ascii=False)),
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What is certain of exact schemas: that they have no value in common, and that one has a value that ends."""
+"""What is certain of exact schemas: that they have no value in common, and that one has a value
+that ends.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_blockpool.forms.proofs import are_disjoint, has_finite_value
+from mlx_blockpool.forms.schema import Schema
 
 DEFS: dict[str, Any] = {
     "text": {"type": "string"},
@@ -15,8 +17,13 @@ DEFS: dict[str, Any] = {
     "loop": {"$ref": "#/$defs/loop"},
     "list": {"type": "array", "items": {"$ref": "#/$defs/list"}},
     "deep": {"type": "array", "items": {"$ref": "#/$defs/deep"}, "minItems": 1},
-    "pair": {"type": ["object", "null"], "properties": {"next": {"$ref": "#/$defs/pair"}}, "required": ["next"]},
+    "pair": {
+        "type": ["object", "null"],
+        "properties": {"next": {"$ref": "#/$defs/pair"}},
+        "required": ["next"],
+    },
 }
+WHOLE = Schema({"$defs": DEFS})
 
 
 def ref(name: str) -> dict[str, str]:
@@ -33,6 +40,8 @@ def ref(name: str) -> dict[str, str]:
         ({"const": "1"}, {"const": 1}, True),
         ({"enum": ["a", "b"]}, {"enum": ["b"]}, False),
         ({"enum": [[1], 2]}, {"enum": [[1]]}, False),
+        ({"const": {"a": 1, "b": [2]}}, {"const": {"b": [2.0], "a": 1.0}}, False),
+        ({"const": {"a": 1}}, {"const": {"a": True}}, True),
         ({"const": 1}, {"type": "integer"}, False),
         (ref("cat"), ref("dog"), True),
         (ref("cat"), {"properties": {"kind": {"const": "dog"}}}, True),
@@ -47,8 +56,8 @@ def ref(name: str) -> dict[str, str]:
 )
 def test_schemas_are_disjoint_where_it_is_certain(one: Any, other: Any, expected: bool) -> None:
     assert (expected, expected) == (
-        are_disjoint(one, other, DEFS, iter(range(1, 99))),
-        are_disjoint(other, one, DEFS, iter(range(1, 99))),
+        WHOLE.are_disjoint(one, other, iter(range(1, 99))),
+        WHOLE.are_disjoint(other, one, iter(range(1, 99))),
     )
 
 
@@ -61,15 +70,29 @@ def test_schemas_are_disjoint_where_it_is_certain(one: Any, other: Any, expected
         (ref("pair"), True),
         ({"anyOf": [ref("deep"), {"type": "null"}]}, True),
         ({"allOf": [ref("list"), ref("deep")]}, False),
-        ({"type": "array", "prefixItems": [ref("list")], "items": ref("deep"), "minItems": 1}, True),
-        ({"type": "array", "items": [ref("list")], "additionalItems": ref("deep"), "minItems": 2}, False),
+        (
+            {"type": "array", "prefixItems": [ref("list")], "items": ref("deep"), "minItems": 1},
+            True,
+        ),
+        (
+            {"type": "array", "prefixItems": [ref("list")], "items": ref("deep"), "minItems": 2},
+            False,
+        ),
         ({"type": "object", "required": ["a"], "additionalProperties": ref("deep")}, False),
-        ({"type": "object", "required": ["a"], "additionalProperties": False, "patternProperties": {"a": True}}, True),
+        (
+            {
+                "type": "object",
+                "required": ["a"],
+                "additionalProperties": False,
+                "patternProperties": {"a": True},
+            },
+            True,
+        ),
         ({"type": "string", "const": 1}, False),
     ],
 )
 def test_schemas_without_a_finite_value_are_known(schema: Any, expected: bool) -> None:
-    assert expected == has_finite_value(schema, DEFS)
+    assert expected == Schema({**schema, "$defs": DEFS}).has_finite_value()
 
 
 def test_a_proof_ends_with_its_tries() -> None:
@@ -77,5 +100,5 @@ def test_a_proof_ends_with_its_tries() -> None:
     for _ in range(8):
         wide = {"allOf": [wide] * 20}
     tries = iter(range(1_000))
-    assert not are_disjoint(wide, wide, {}, tries)
+    assert not Schema({}).are_disjoint(wide, wide, tries)
     assert next(tries, None) is None

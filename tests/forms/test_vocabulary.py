@@ -1,10 +1,11 @@
-"""Vocabularies of every kind of tokenizer: their bytes, the tokens that no text allows, and text that reads like them."""
+"""Vocabularies of every kind of tokenizer: their bytes, the tokens that no text allows, and text
+that reads like them.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper, 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_blockpool.demo import model_path
+from benchmarks.demo.agent import FOLDER
 from mlx_blockpool.errors import FormError
 from mlx_blockpool.forms.vocabulary import Vocabulary
 
@@ -54,8 +55,8 @@ def test_text_gets_the_tokenizers_own_tokens(kind: str) -> None:
 
 
 def test_phrases_that_are_tokens_are_text() -> None:
-    tokenizer = load(Path(model_path("demo-agent")))
-    vocabulary = Vocabulary.of(tokenizer)
+    tokenizer = load(FOLDER)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
     text = '\n{"name": "bash", "arguments": {"command": "ls"}}\n'
     phrase = tokenizer.encode(text, add_special_tokens=False)
     assert len(phrase) == 1
@@ -106,12 +107,19 @@ def test_words_cover_the_vocabulary() -> None:
 
 
 def test_a_vocabulary_may_have_gaps() -> None:
-    letters = {letter: 2 * i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    letters = {
+        letter: 2 * i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     raw = Tokenizer(models.BPE(letters, []))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.pre_tokenizer, raw.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     last = max(letters.values())
     hf = PreTrainedTokenizerFast(tokenizer_object=raw)
-    vocabulary = Vocabulary.of(TokenizerWrapper(hf, NaiveStreamingDetokenizer, eos_token_ids=[last]))
+    vocabulary = Vocabulary.from_tokenizer(
+        TokenizerWrapper(hf, NaiveStreamingDetokenizer, eos_token_ids=[last])
+    )
     assert (vocabulary.eos, vocabulary.num_words) == ({last}, last // 32 + 1)
     tokens = vocabulary.ll.tokenize_str(TEXT)
     assert vocabulary.ll.decode_str(tokens) == TEXT
@@ -123,20 +131,34 @@ def test_a_vocabulary_may_have_gaps() -> None:
 @pytest.mark.parametrize("eos", [set(), {10**6}])
 def test_a_tokenizer_without_an_end_cannot_hold_a_form(eos: set[int]) -> None:
     tokenizer = tokenizer_of("bpe")
-    names = ("added_tokens_decoder", "convert_ids_to_tokens", "detokenizer", "encode", "decode", "get_vocab")
-    endless = SimpleNamespace(**{name: getattr(tokenizer, name) for name in names}, eos_token_ids=eos)
-    with pytest.raises(FormError, match="this model's tokenizer cannot hold a form: ValueError: it has no token that ends"):
-        Vocabulary.of(endless)
+    names = (
+        "added_tokens_decoder",
+        "convert_ids_to_tokens",
+        "detokenizer",
+        "encode",
+        "decode",
+        "get_vocab",
+    )
+    endless = SimpleNamespace(
+        **{name: getattr(tokenizer, name) for name in names}, eos_token_ids=eos
+    )
+    with pytest.raises(
+        FormError,
+        match="this model's tokenizer cannot hold a form: ValueError: it has no token that ends",
+    ):
+        Vocabulary.from_tokenizer(endless)
 
 
 @pytest.mark.thorough
 def test_a_large_vocabulary_has_the_bytes_and_the_tokens_of_its_tokenizer() -> None:
     tokenizer = large_tokenizer()
-    vocabulary = Vocabulary.of(tokenizer)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
     draw = random.Random(2)
     for _ in range(300):
         tokens = [draw.randrange(len(tokenizer) - 1) for _ in range(8)]
-        assert vocabulary.ll.decode_bytes(tokens).decode("utf-8", "replace") == tokenizer.decode(tokens)
+        assert vocabulary.ll.decode_bytes(tokens).decode("utf-8", "replace") == tokenizer.decode(
+            tokens
+        )
         text = "".join(draw.choices('abc xyz{}":,\u00e9\n0', k=40))
         assert vocabulary.ll.tokenize_str(text) == tokenizer.encode(text, add_special_tokens=False)
     # Logits may be padded beyond the tokenizer; a mask has words for the tokenizer alone.

@@ -1,4 +1,6 @@
-"""Random layouts of a step: which rows read which pieces of which sources; and what attention to them is, by two other ways."""
+"""Random layouts of a step: which rows read which pieces of which sources; and what attention to
+them is, by two other ways.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import numpy as np
 from mlx_blockpool.kernel.form import KernelForm
 from mlx_blockpool.kernel.launch import Launcher, RaggedKernel, Rows
 from mlx_blockpool.kernel.plan import Piece, Source, plan_of
-from mlx_blockpool.kv.rows import Quantised, View, dense, in_form, part_of
-from mlx_blockpool.kv.runs import attend_rows
+from mlx_blockpool.kv.attention import attend_cluster
+from mlx_blockpool.kv.quantised import Quantised, View, dense, in_form, part_of
 from mlx_blockpool.spec import Form
 
 EIGHT, FOUR = Form(8, 64), Form(4, 32)
@@ -21,7 +23,9 @@ F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 
 
 class Case(NamedTuple):
-    """A form, how many slabs there are, and whether the new rows are a source of their own, as those of windows are."""
+    """A form, how many slabs there are, and whether the new rows are a source of their own, as
+    those of windows are.
+    """
 
     form: KernelForm
     slabs: int
@@ -55,7 +59,8 @@ CASES = [
     Case(KernelForm(BF16, 64, 64, 2, 2, Form(4, 64), Form(8, 32)), 2, False),
     Case(KernelForm(BF16, 128, 256, 1, 6, None, FOUR), 1, False),
 ]
-# Of the largest figure. Results are sums in float32, rounded once; the portable path also rounds products and weights.
+# Of the largest figure. Results are sums in float32, rounded once; the portable path also rounds
+# products and weights.
 ONCE = {F32: 1e-5, F16: 2**-11 + 1e-5, BF16: 2**-8 + 1e-5}
 OFTEN = {F32: 1e-5, F16: 5e-3, BF16: 4e-2}
 
@@ -74,19 +79,28 @@ class Layout(NamedTuple):
 
     def attend(self, launch: Launcher) -> mx.array:
         form = self.case.form
-        plan = plan_of(self.pieces, self.strides, len(self.queries), form.group, form.kv_heads, self.fill)
-        return RaggedKernel(form, launch).attend(plan, self.queries, self.sources, SCALE, self.sinks)
+        plan = plan_of(
+            self.pieces, self.strides, len(self.queries), form.group, form.kv_heads, self.fill
+        )
+        return RaggedKernel(form, launch).attend(
+            plan, self.queries, self.sources, SCALE, self.sinks
+        )
 
 
 SCALE = 0.3
 
 
 def layout(case: Case, seed: int) -> Layout:
-    """What a pool may look like: runs anywhere in slabs, some read by several members, rows that do not see the last tokens."""
+    """What a pool may look like: runs anywhere in slabs, some read by several members, rows that
+    do not see the last tokens.
+    """
     rng = random.Random(seed)
     form = case.form
     is_drafting = rng.random() < 0.5
-    counts = [rng.choice([1, 2, 5, 16]) if is_drafting else 1 for _ in range(rng.randint(1, 6 if form.group < 8 else 3))]
+    counts = [
+        rng.choice([1, 2, 5, 16]) if is_drafting else 1
+        for _ in range(rng.randint(1, 6 if form.group < 8 else 3))
+    ]
     rows = [tuple(range(start, end)) for start, end in pairwise(accumulate(counts, initial=0))]
     tokens = rng.choice([60, 330, 900])
     sources = [_slab(form, tokens, rng) for _ in range(case.slabs)]
@@ -98,14 +112,27 @@ def layout(case: Case, seed: int) -> Layout:
         pieces += [_run(case, tokens, together, rng, None) for _ in range(rng.randint(1, 2))]
     for i, count in enumerate(counts):
         pieces += [_run(case, tokens, rows[i], rng, None) for _ in range(rng.randint(0, 3))]
-        pieces.append(_run(case, tokens, rows[i], rng, rng.choice(["causal", "ring"]) if count > 1 else None))
+        pieces.append(
+            _run(case, tokens, rows[i], rng, rng.choice(["causal", "ring"]) if count > 1 else None)
+        )
     if case.has_new_rows:
         sources.append(_new(form, sum(counts), rng))
         strides.append(Source(1, form.kv_heads))
-        pieces += [Piece(case.slabs, mine[0], len(mine), mine, np.tri(len(mine), dtype=bool)) for mine in rows]
-    queries = _normal((sum(counts), form.kv_heads * form.group, form.key_dim), rng).astype(form.dtype)
-    sinks = _normal((form.kv_heads * form.group,), rng).astype(form.dtype) if rng.random() < 0.4 else None
-    return Layout(case, counts, pieces, strides, sources, queries, sinks, rng.choice([1, 4, 30, 1000]))
+        pieces += [
+            Piece(case.slabs, mine[0], len(mine), mine, np.tri(len(mine), dtype=bool))
+            for mine in rows
+        ]
+    queries = _normal((sum(counts), form.kv_heads * form.group, form.key_dim), rng).astype(
+        form.dtype
+    )
+    sinks = (
+        _normal((form.kv_heads * form.group,), rng).astype(form.dtype)
+        if rng.random() < 0.4
+        else None
+    )
+    return Layout(
+        case, counts, pieces, strides, sources, queries, sinks, rng.choice([1, 4, 30, 1000])
+    )
 
 
 def _normal(shape: tuple[int, ...], rng: random.Random) -> mx.array:
@@ -125,8 +152,12 @@ def _rows(form: KernelForm, shape: tuple[int, ...], rng: random.Random) -> tuple
     return keys, in_form(_normal((*shape, form.value_dim), rng).astype(form.dtype), form.value_form)
 
 
-def _run(case: Case, tokens: int, rows: tuple[int, ...], rng: random.Random, mask: str | None) -> Piece:
-    """A run of some slab; with a mask the rows are its last tokens, or places of a ring that they will overwrite."""
+def _run(
+    case: Case, tokens: int, rows: tuple[int, ...], rng: random.Random, mask: str | None
+) -> Piece:
+    """A run of some slab; with a mask the rows are its last tokens, or places of a ring that
+    they will overwrite.
+    """
     least = len(rows) if mask else 1
     count = rng.choice([least, rng.randint(least, tokens), tokens - rng.randint(0, tokens - least)])
     sees = None
@@ -142,7 +173,9 @@ def _run(case: Case, tokens: int, rows: tuple[int, ...], rng: random.Random, mas
 def _part(rows: Rows, is_slab: bool, piece: Piece) -> Rows:
     """The rows of a piece as [1, kv_heads, count, dim]."""
     if is_slab:
-        return part_of(rows, (slice(None), slice(None), slice(piece.start, piece.start + piece.count)))
+        return part_of(
+            rows, (slice(None), slice(None), slice(piece.start, piece.start + piece.count))
+        )
     mine = part_of(rows, (slice(piece.start, piece.start + piece.count),))
     if isinstance(mine, Quantised):
         return Quantised(*[a.transpose(2, 1, 0, 3) for a in mine[:3]], mine.form)
@@ -150,7 +183,9 @@ def _part(rows: Rows, is_slab: bool, piece: Piece) -> Rows:
 
 
 def _members(step: Layout) -> list[tuple[slice, list[View], Any]]:
-    """The rows of each member, the views that it reads, and what each row sees of them [rows, tokens]."""
+    """The rows of each member, the views that it reads, and what each row sees of them [rows,
+    tokens].
+    """
     found = []
     for start, end in pairwise(accumulate(step.counts, initial=0)):
         views, sees = [], []
@@ -171,15 +206,21 @@ def in_float64(step: Layout) -> Any:
     """Softmax by numpy, in float64, of the rows as they are held."""
     form = step.case.form
     out = np.zeros((len(step.queries), form.kv_heads, form.group, form.value_dim))
-    queries = _wide(step.queries).reshape(len(step.queries), form.kv_heads, form.group, form.key_dim)
+    queries = _wide(step.queries).reshape(
+        len(step.queries), form.kv_heads, form.group, form.key_dim
+    )
     for rows, views, sees in _members(step):
         keys = np.concatenate([_wide(dense(_in_float32(keys)))[0] for keys, _ in views], axis=1)
-        values = np.concatenate([_wide(dense(_in_float32(values)))[0] for _, values in views], axis=1)
+        values = np.concatenate(
+            [_wide(dense(_in_float32(values)))[0] for _, values in views], axis=1
+        )
         scores = np.einsum("rhgd,hnd->rhgn", queries[rows], keys) * SCALE
         scores = np.where(sees[:, None, None], scores, -np.inf)
         if step.sinks is not None:
             sinks = _wide(step.sinks).reshape(form.kv_heads, form.group, 1)
-            scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1)
+            scores = np.concatenate(
+                [scores, np.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1
+            )
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         out[rows] = np.einsum("rhgn,hnd->rhgd", weights[..., : keys.shape[1]], values)
@@ -189,18 +230,24 @@ def in_float64(step: Layout) -> Any:
 def portable(step: Layout) -> mx.array:
     """The path that every device has."""
     form = step.case.form
-    grouped = (step.queries * SCALE).reshape(len(step.queries), form.kv_heads, form.group, form.key_dim)
+    grouped = (step.queries * SCALE).reshape(
+        len(step.queries), form.kv_heads, form.group, form.key_dim
+    )
     sinks = None if step.sinks is None else step.sinks.reshape(form.kv_heads, form.group)
     outputs = []
     for rows, views, sees in _members(step):
         mask = mx.array(np.repeat(sees, form.group, axis=0))
-        outputs.append(attend_rows(grouped[rows], views, sinks, mask))
+        outputs.append(
+            attend_cluster(grouped[rows], [], [views], sinks, [rows.stop - rows.start], [mask])
+        )
     return mx.concatenate(outputs).reshape(len(step.queries), -1, form.value_dim)
 
 
 def _in_float32(rows: Rows) -> Rows:
     if isinstance(rows, Quantised):
-        return rows._replace(scales=rows.scales.astype(mx.float32), biases=rows.biases.astype(mx.float32))
+        return rows._replace(
+            scales=rows.scales.astype(mx.float32), biases=rows.biases.astype(mx.float32)
+        )
     return rows
 
 

@@ -1,4 +1,6 @@
-"""The text for CUDA, compiled by nvcc: it is C++ for a GPU, and what a thread holds fits into its registers."""
+"""The text for CUDA, compiled by nvcc: it is C++ for a GPU, and what a thread holds fits into
+its registers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from mlx_blockpool.kernel.source import KernelText, attend_text, merge_text
 from mlx_blockpool.spec import Form
 
 NVCC = shutil.which("nvcc")
-pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc: the text for CUDA is not compiled here")
+pytestmark = pytest.mark.skipif(
+    NVCC is None, reason="no nvcc: the text for CUDA is not compiled here"
+)
 
 FORMS = {
     "bf16 128": KernelForm(BF16, 128, 128, 8, 4),
@@ -35,21 +39,42 @@ TYPES = {"float16_t": "__half", "bfloat16_t": "__nv_bfloat16"}
 
 def cuda_source(text: KernelText, buffers: tuple[Buffer, ...]) -> str:
     """What mlx compiles, without its own header, of which the text needs nothing."""
-    parameters = [f"    {'const ' if b.is_const else ''}{TYPES.get(b.type, b.type)}* {b.name}" for b in buffers]
+    parameters = [
+        f"    {'const ' if b.is_const else ''}{TYPES.get(b.type, b.type)}* {b.name}"
+        for b in buffers
+    ]
     return (
-        f"#include <cooperative_groups.h>\n{text.header}\nnamespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n"
-        f"__global__ void custom_kernel_{text.name}(\n" + ",\n".join(parameters) + f") {{\n{text.cuda}\n}}\n\n}}\n"
+        f"#include <cooperative_groups.h>\n{text.header}\nnamespace mlx::core::cu {{\n\nnamespace "
+        "cg = cooperative_groups;\n\n"
+        f"__global__ void custom_kernel_{text.name}(\n"
+        + ",\n".join(parameters)
+        + f") {{\n{text.cuda}\n}}\n\n}}\n"
     )
 
 
 def resources(source: str, folder: Path, architecture: str) -> tuple[int, int, int, int]:
-    """Registers of a thread, bytes of memory of a threadgroup, bytes of the stack, and bytes of spilled registers."""
+    """Registers of a thread, bytes of memory of a threadgroup, bytes of the stack, and bytes of
+    spilled registers.
+    """
     (folder / "kernel.cu").write_text(source, encoding="utf-8")
-    command = [str(NVCC), "-std=c++17", "-cubin", "-Xptxas", "-v", "-arch", architecture, "kernel.cu", "-o", "kernel.cubin"]
+    command = [
+        str(NVCC),
+        "-std=c++17",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        "-arch",
+        architecture,
+        "kernel.cu",
+        "-o",
+        "kernel.cubin",
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     assert "warning" not in done.stderr, done.stderr[:4000]
-    frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    frame = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
+    )
     used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", done.stderr)
     assert frame
     assert used
@@ -63,7 +88,9 @@ def test_vectors_stay_in_registers(name: str, queries: int, tmp_path: Path) -> N
     text = attend_text(form, queries, 2)
     buffers = printed(text, inputs_of(form, 2, 40), [F32, F32]).buffers
     architecture = "sm_80" if queries == 2 else "sm_90"
-    registers, memory, stack, spilled = resources(cuda_source(text, buffers), tmp_path, architecture)
+    registers, memory, stack, spilled = resources(
+        cuda_source(text, buffers), tmp_path, architecture
+    )
     assert (stack, spilled) == (0, 0)
     # Two threadgroups of 128 threads on a core of 65,536 registers at least; four of one vector.
     assert registers <= (255 if queries > 1 else 128)
@@ -75,7 +102,10 @@ def test_vectors_stay_in_registers(name: str, queries: int, tmp_path: Path) -> N
 def test_the_merge_is_compiled(has_sinks: bool, tmp_path: Path) -> None:
     form = FORMS["bf16 128"]
     text = merge_text(form, has_sinks)
-    buffers = [Buffer(0, "", t, n, True) for t, n in zip(["int", "float", "float", "bfloat16_t"], text.inputs, strict=False)]
+    buffers = [
+        Buffer(0, "", t, n, True)
+        for t, n in zip(["int", "float", "float", "bfloat16_t"], text.inputs, strict=False)
+    ]
     buffers.append(Buffer(0, "", "bfloat16_t", "out", False))
     registers, _, stack, spilled = resources(cuda_source(text, tuple(buffers)), tmp_path, "sm_90")
     assert (stack, spilled) == (0, 0)

@@ -1,4 +1,7 @@
-"""The layouts that are emulated elsewhere, by the kernels of the GPU of this machine. Skipped on a CPU."""
+"""The layouts that are emulated elsewhere, by the kernels of the GPU of this machine.
+
+Skipped on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ TOLERANCE = {**ONCE, mx.float32: 1e-4}
 LAYOUTS = 21
 
 
-@pytest.mark.skipif(mx.default_device() != mx.gpu, reason="no GPU: here the kernels are only emulated")
+@pytest.mark.skipif(
+    mx.default_device() != mx.gpu, reason="no GPU: here the kernels are only emulated"
+)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_layouts_have_the_results_of_float64_on_this_device(number: int) -> None:
     launch, dtype = device_launcher(), CASES[number].form.dtype

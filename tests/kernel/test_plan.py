@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from thorough import seeds
 
-from mlx_blockpool.kernel.plan import ITEM_INTS, SIMDGROUPS, Piece, Plan, Source, plan_of
+from mlx_blockpool.kernel.plan import ITEM_INTS, SIMDGROUPS, KernelPlan, Piece, Source, plan_of
 
 SLAB = Source(10_000, 1)
 
 
-def items(plan: Plan, most_sources: int = 13) -> list[list[int]]:
-    """Of all launches: [source, head stride, token stride, first, count, rows, first vector, vectors, mask, words, place, 0]."""
+def items(plan: KernelPlan, most_sources: int = 13) -> list[list[int]]:
+    """Of all launches: [source, head stride, token stride, first, count, rows, first vector,
+    vectors, mask, words, place, 0].
+    """
     found = []
     for launch in plan.launches(most_sources):
         work = np.array(launch.work)
@@ -24,18 +26,27 @@ def items(plan: Plan, most_sources: int = 13) -> list[list[int]]:
     return found
 
 
-def lengths(plan: Plan) -> list[int]:
+def lengths(plan: KernelPlan) -> list[int]:
     return [item[4] for item in items(plan)]
 
 
-def alone(*counts: int, **options: Any) -> Plan:
+def alone(*counts: int, **options: Any) -> KernelPlan:
     """Members that read a piece each, one row of each member, with one vector, on one kv head."""
     pieces = [Piece(0, 100 * i, count, (i,)) for i, count in enumerate(counts)]
-    return plan_of(pieces, [SLAB], **{"rows": len(counts), "group": 1, "kv_heads": 1, "fill": 1, **options})
+    return plan_of(
+        pieces, [SLAB], **{"rows": len(counts), "group": 1, "kv_heads": 1, "fill": 1, **options}
+    )
 
 
 def test_an_item_for_each_piece() -> None:
-    plan = plan_of([Piece(1, 30, 70, (0, 1)), Piece(0, 5, 20, (1,))], [SLAB, Source(1, 2)], rows=2, group=2, kv_heads=2, fill=1)
+    plan = plan_of(
+        [Piece(1, 30, 70, (0, 1)), Piece(0, 5, 20, (1,))],
+        [SLAB, Source(1, 2)],
+        rows=2,
+        group=2,
+        kv_heads=2,
+        fill=1,
+    )
     (launch,) = plan.launches(2)
     assert (list(launch.sources), launch.items, launch.places, plan.queries) == ([0, 1], 2, 6, 4)
     assert items(plan) == [
@@ -50,7 +61,10 @@ def test_an_item_for_each_piece() -> None:
 def test_sources_that_do_not_fit_are_other_launches() -> None:
     pieces = [Piece(number, 0, 10, (0,)) for number in (4, 1, 0)]
     plan = plan_of(pieces, [SLAB] * 5, rows=1, group=3, kv_heads=1, fill=1)
-    assert [(list(launch.sources), launch.items, launch.places) for launch in plan.launches(2)] == [([0, 1], 2, 6), ([4], 1, 3)]
+    assert [(list(launch.sources), launch.items, launch.places) for launch in plan.launches(2)] == [
+        ([0, 1], 2, 6),
+        ([4], 1, 3),
+    ]
     # Sources and places are counted from the launch's first ones.
     assert [(item[0], item[10]) for item in items(plan, 2)] == [(0, 0), (1, 3), (0, 0)]
     assert [len(plan.launches(most)) for most in (1, 2, 5)] == [3, 2, 1]
@@ -80,7 +94,8 @@ def test_tokens_that_no_row_sees_are_not_read() -> None:
     sees = np.zeros((2, 1000), bool)
     sees[0, 300:400] = sees[1, 300:700] = sees[:, 900:] = True
     plan = plan_of([Piece(0, 50, 1000, (0, 1), sees)], [SLAB], rows=2, group=1, kv_heads=1, fill=4)
-    # Parts of 256 tokens: in the first one no row sees anything, in the last one all see all from 900 on.
+    # Parts of 256 tokens: in the first one no row sees anything, in the last one all see all from
+    # 900 on.
     assert [(item[3], item[4]) for item in items(plan)] == [(306, 256), (562, 256), (818, 232)]
     assert all(item[8] > 0 for item in items(plan))
 
@@ -114,8 +129,12 @@ def test_parts_that_all_see_have_no_mask() -> None:
         (40, 4, [16, 16, 8]),
     ],
 )
-def test_items_have_as_many_vectors_as_a_threadgroup_holds(vectors: int, queries: int, spans: list[int]) -> None:
-    plan = plan_of([Piece(0, 0, 64, tuple(range(vectors)))], [SLAB], rows=vectors, group=1, kv_heads=1, fill=1)
+def test_items_have_as_many_vectors_as_a_threadgroup_holds(
+    vectors: int, queries: int, spans: list[int]
+) -> None:
+    plan = plan_of(
+        [Piece(0, 0, 64, tuple(range(vectors)))], [SLAB], rows=vectors, group=1, kv_heads=1, fill=1
+    )
     assert plan.queries == queries
     assert [item[7] for item in items(plan)] == spans
     assert [item[6] for item in items(plan)] == [sum(spans[:i]) for i in range(len(spans))]
@@ -126,7 +145,17 @@ def test_many_pieces_of_one_vector_weigh_more_than_a_short_shared_one() -> None:
     together = Piece(0, 0, 10, tuple(range(8)))
     own = [Piece(0, 100, 900, (i,)) for i in range(8)]
     assert plan_of([together, *own], [SLAB], rows=8, group=1, kv_heads=1, fill=1).queries == 1
-    assert plan_of([Piece(0, 0, 20_000, tuple(range(8))), *own], [SLAB], rows=8, group=1, kv_heads=1, fill=1).queries == 4
+    assert (
+        plan_of(
+            [Piece(0, 0, 20_000, tuple(range(8))), *own],
+            [SLAB],
+            rows=8,
+            group=1,
+            kv_heads=1,
+            fill=1,
+        ).queries
+        == 4
+    )
 
 
 def test_a_row_without_keys_is_our_own_bug() -> None:
@@ -148,7 +177,9 @@ def test_every_vector_reads_every_token_of_its_pieces_once(seed: int) -> None:
     for _ in range(rng.randint(0, 6)):
         some = tuple(sorted(rng.sample(range(rows), rng.randint(1, rows))))
         pieces.append(Piece(rng.randrange(3), rng.randrange(500), rng.randint(1, 3000), some))
-    plan = plan_of(pieces, [SLAB] * 3, rows, group, rng.choice([1, 2, 8]), rng.choice([1, 8, 100, 600]))
+    plan = plan_of(
+        pieces, [SLAB] * 3, rows, group, rng.choice([1, 2, 8]), rng.choice([1, 8, 100, 600])
+    )
     places = np.array(plan.places)
     owners = {p: v for v in range(rows * group) for p in places[places[v] : places[v + 1]].tolist()}
     read: dict[int, list[tuple[int, int]]] = {v: [] for v in range(rows * group)}
@@ -156,19 +187,28 @@ def test_every_vector_reads_every_token_of_its_pieces_once(seed: int) -> None:
     for launch in plan.launches(2):
         work = np.array(launch.work)
         for number in range(launch.items):
-            source, _, _, first, count, at, first_vector, vectors, mask, _, place, _ = work[number * ITEM_INTS :][
-                :ITEM_INTS
-            ].tolist()
+            source, _, _, first, count, at, first_vector, vectors, mask, _, place, _ = work[
+                number * ITEM_INTS :
+            ][:ITEM_INTS].tolist()
             assert mask == -1
             assert vectors <= SIMDGROUPS * plan.queries
             for i in range(vectors):
-                vector = int(work[at + (first_vector + i) // group]) * group + (first_vector + i) % group
+                vector = (
+                    int(work[at + (first_vector + i) // group]) * group + (first_vector + i) % group
+                )
                 assert owners.pop(before + place + i) == vector
-                read[vector] += [(source + launch.sources.start, token) for token in range(first, first + count)]
+                read[vector] += [
+                    (source + launch.sources.start, token) for token in range(first, first + count)
+                ]
         before += launch.places
     assert owners == {}
     for vector, tokens in read.items():
-        needed = [(p.source, p.start + i) for p in pieces if vector // group in p.rows for i in range(p.count)]
+        needed = [
+            (p.source, p.start + i)
+            for p in pieces
+            if vector // group in p.rows
+            for i in range(p.count)
+        ]
         assert sorted(tokens) == sorted(needed)
 
 

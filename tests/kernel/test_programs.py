@@ -14,14 +14,20 @@ from kernel.layouts import CASES, assert_right, layout
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DSIMT_ALIGNED")
+SANITIZED = (
+    "-O1",
+    "-g",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-DSIMT_ALIGNED",
+)
 COUNTED = ("-O0", "--coverage", "-fno-exceptions")
 BODY = Path(__file__).parents[2] / "mlx_blockpool/kernel/attention.h"
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [0, 2, 3, 5, 6, 8, 11, 14, 17, 19, 22])
-def test_nothing_is_read_or_written_beside_the_arrays(number: int, tmp_path: Path) -> None:
+def test_nothing_is_read_or_written_outside_of_the_arrays(number: int, tmp_path: Path) -> None:
     launch = Programs(tmp_path, SANITIZED, parts=1 + number % 2)
     for seed in range(2):
         step = layout(CASES[number], 1000 * number + 100 + seed)
@@ -30,7 +36,10 @@ def test_nothing_is_read_or_written_beside_the_arrays(number: int, tmp_path: Pat
 
 @pytest.mark.thorough
 def test_every_branch_of_the_body_is_taken(tmp_path: Path) -> None:
-    """By the layouts of a few cases together. A line is counted with all instances of its template."""
+    """By the layouts of a few cases together.
+
+    A line is counted with all instances of its template.
+    """
     for number in (0, 1, 2, 3, 5, 6, 11, 12, 18):
         launch = Programs(tmp_path / str(number), COUNTED, parts=1 + number % 2)
         for seed in range(4):

@@ -1,4 +1,6 @@
-"""The shim that stands for a device: it rounds as devices do, and notices what they would not forgive."""
+"""The shim that stands for a device: it rounds as devices do, and notices what they would not
+forgive.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,23 @@ def small() -> Layout:
 
 
 def whole() -> Layout:
-    """Four query heads that read one run, so that each simdgroup has a stripe of the keys and finishes one of the heads."""
+    """Four query heads that read one run, so that each simdgroup has a stripe of the keys and
+    finishes one of the heads.
+    """
     form = KernelForm(mx.float32, 16, 16, 2, 4)
-    arrays = [mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate([(1, 2, 900, 16)] * 2 + [(1, 8, 16)])]
+    arrays = [
+        mx.random.normal(shape, key=mx.random.key(i))
+        for i, shape in enumerate([(1, 2, 900, 16)] * 2 + [(1, 8, 16)])
+    ]
     return Layout(
-        Case(form, 1, False), [1], [Piece(0, 0, 900, (0,))], [Source(900, 1)], [(arrays[0], arrays[1])], arrays[2], None, 1
+        Case(form, 1, False),
+        [1],
+        [Piece(0, 0, 900, (0,))],
+        [Source(900, 1)],
+        [(arrays[0], arrays[1])],
+        arrays[2],
+        None,
+        1,
     )
 
 
@@ -74,7 +88,11 @@ def test_a_barrier_that_some_threads_do_not_reach_ends_the_program(tmp_path: Pat
 
 def test_fibers_that_the_c_library_switches_give_the_same() -> None:
     step = small()
-    assert (step.attend(Emulator(flags=("-DSIMT_BY_LIBRARY",))) == step.attend(Emulator())).all().item()
+    assert (
+        (step.attend(Emulator(flags=("-DSIMT_BY_LIBRARY",))) == step.attend(Emulator()))
+        .all()
+        .item()
+    )
 
 
 def test_what_no_thread_writes_is_not_a_number() -> None:
@@ -86,12 +104,18 @@ def test_16_bits_are_rounded_to_the_nearest_even() -> None:
     library = ctypes.PyDLL(str(compiled(CONVERSIONS, LIBRARY, ".so")))
     halves = np.arange(65536, dtype=np.uint16)
     floats = np.empty(65536, np.float32)
-    library.widen(halves.ctypes.data_as(ctypes.c_void_p), floats.ctypes.data_as(ctypes.c_void_p), 65536)
+    library.widen(
+        halves.ctypes.data_as(ctypes.c_void_p), floats.ctypes.data_as(ctypes.c_void_p), 65536
+    )
     assert np.array_equal(floats, halves.view(np.float16).astype(np.float32), equal_nan=True)
     rng = np.random.default_rng(0)
     # Ties of both types, subnormal numbers, overflows, infinities.
-    bits = np.concatenate([rng.integers(0, 2**32, 200_000), np.arange(2**16) << 16, (np.arange(2**16) << 16) + 2**15])
-    bits = np.concatenate([bits, (np.arange(2**18) << 13) + 2**12, np.arange(0x33000000, 0x38900000, 4096)])
+    bits = np.concatenate(
+        [rng.integers(0, 2**32, 200_000), np.arange(2**16) << 16, (np.arange(2**16) << 16) + 2**15]
+    )
+    bits = np.concatenate(
+        [bits, (np.arange(2**18) << 13) + 2**12, np.arange(0x33000000, 0x38900000, 4096)]
+    )
     values = bits.astype(np.uint32).view(np.float32)
     values = values[~np.isnan(values)]
     found = np.empty((2, len(values)), np.uint16)

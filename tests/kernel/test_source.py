@@ -26,7 +26,13 @@ class Recorder:
         self.inputs: list[list[mx.array]] = []
 
     def __call__(
-        self, text: KernelText, inputs: Sequence[mx.array], grid: Any, threadgroup: Any, shapes: Any, dtypes: Any
+        self,
+        text: KernelText,
+        inputs: Sequence[mx.array],
+        grid: Any,
+        threadgroup: Any,
+        shapes: Any,
+        dtypes: Any,
     ) -> Any:
         self.texts.append(text)
         self.inputs.append(list(inputs))
@@ -35,14 +41,20 @@ class Recorder:
 
 def inputs_of(form: KernelForm, sources: int, tokens: int) -> list[mx.array]:
     """Queries, work list, params and slabs, as a launch has them."""
-    arrays = [mx.zeros((1, form.kv_heads * form.group, form.key_dim), form.dtype), mx.zeros(tokens, mx.int32), mx.zeros(8)]
+    arrays = [
+        mx.zeros((1, form.kv_heads * form.group, form.key_dim), form.dtype),
+        mx.zeros(tokens, mx.int32),
+        mx.zeros(8),
+    ]
     for _ in range(sources):
         for dim, quantised in ((form.key_dim, form.key_form), (form.value_dim, form.value_form)):
             kinds = [(dim, form.dtype)]
             if quantised is not None:
                 groups = (dim // quantised.group_size, form.dtype)
                 kinds = [(dim * quantised.bits // 32, mx.uint32), groups, groups]
-            arrays += [mx.zeros((1, form.kv_heads, tokens, columns), dtype) for columns, dtype in kinds]
+            arrays += [
+                mx.zeros((1, form.kv_heads, tokens, columns), dtype) for columns, dtype in kinds
+            ]
     return arrays
 
 
@@ -59,16 +71,26 @@ def test_all_buffers_have_their_places_on_metal(number: int) -> None:
                 "thread_index_in_simdgroup",
                 "threadgroup_position_in_grid",
             )
-    sums = [mx.zeros(40, mx.int32), mx.zeros((4, form.kv_heads, form.value_dim)), mx.zeros((4, form.kv_heads, 2))]
+    sums = [
+        mx.zeros(40, mx.int32),
+        mx.zeros((4, form.kv_heads, form.value_dim)),
+        mx.zeros((4, form.kv_heads, 2)),
+    ]
     for sinks in ([], [mx.zeros(8, form.dtype)]):
         text = merge_text(form, bool(sinks))
         check_buffers(text, printed(text, sums + sinks, [form.dtype]))
 
 
 def test_as_many_sources_as_metal_has_places_for() -> None:
-    forms = [KernelForm(F32, 64, 64, 1, 1), KernelForm(F32, 64, 64, 1, 1, EIGHT, FOUR), KernelForm(F32, 64, 64, 1, 1, None, FOUR)]
+    forms = [
+        KernelForm(F32, 64, 64, 1, 1),
+        KernelForm(F32, 64, 64, 1, 1, EIGHT, FOUR),
+        KernelForm(F32, 64, 64, 1, 1, None, FOUR),
+    ]
     assert [form.most_sources for form in forms] == [13, 4, 6]
-    assert [[form.rounded_sources(n) for n in range(1, form.most_sources + 1)] for form in forms] == [
+    assert [
+        [form.rounded_sources(n) for n in range(1, form.most_sources + 1)] for form in forms
+    ] == [
         [1, 2, 4, 4, 8, 8, 8, 8, 13, 13, 13, 13, 13],
         [1, 2, 4, 4],
         [1, 2, 4, 4, 6, 6],
@@ -81,7 +103,9 @@ def test_what_is_compiled_does_not_depend_on_lengths() -> None:
     form = CASES[3].form
     for queries in QUERIES:
         text = attend_text(form, queries, 2)
-        first, second = (printed(text, inputs_of(form, 2, tokens), [mx.float32] * 2) for tokens in (24, 1001))
+        first, second = (
+            printed(text, inputs_of(form, 2, tokens), [mx.float32] * 2) for tokens in (24, 1001)
+        )
         assert first == second
     texts: dict[int, set[KernelText]] = {}
     for seed in range(30):
@@ -92,23 +116,39 @@ def test_what_is_compiled_does_not_depend_on_lengths() -> None:
             texts.setdefault(len(text.inputs), set()).add(text)
     # One for each number of vectors that a simdgroup holds, and with and without sinks.
     assert sum(map(len, texts.values())) <= len(QUERIES) + 2
-    assert all(str(SCALE) not in text.header + text.metal + text.cuda for found in texts.values() for text in found)
+    assert all(
+        str(SCALE) not in text.header + text.metal + text.cuda
+        for found in texts.values()
+        for text in found
+    )
 
 
 def test_different_texts_have_different_names() -> None:
     forms = [case.form for case in CASES]
-    texts = {attend_text(form, queries, sources) for form in forms for queries in QUERIES for sources in (1, 2)}
+    texts = {
+        attend_text(form, queries, sources)
+        for form in forms
+        for queries in QUERIES
+        for sources in (1, 2)
+    }
     texts |= {merge_text(form, has_sinks) for form in forms for has_sinks in (False, True)}
     assert len({text.name for text in texts}) == len(texts) == len(forms) * 8
     one, *others = (
-        attend_text(KernelForm(F32, 64, 64, 2, 2, key, value), 1, 1) for key in (None, FOUR) for value in (None, FOUR)
+        attend_text(KernelForm(F32, 64, 64, 2, 2, key, value), 1, 1)
+        for key in (None, FOUR)
+        for value in (None, FOUR)
     )
     assert one.name not in [text.name for text in others]
 
 
 def slab_arrays(step: Layout) -> list[mx.array]:
     slabs = step.sources[: step.case.slabs]
-    return [array for source in slabs for rows in source for array in (rows[:3] if isinstance(rows, tuple) else [rows])]
+    return [
+        array
+        for source in slabs
+        for rows in source
+        for array in (rows[:3] if isinstance(rows, tuple) else [rows])
+    ]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -132,7 +172,11 @@ def test_the_graph_of_a_launch_is_the_kernel_alone() -> None:
     def call(*arrays: mx.array) -> Any:
         shapes = [(8, 2, 64), (8, 2, 2)]
         return metal_function(text)(
-            inputs=arrays, grid=(128, 2, 1), threadgroup=(128, 1, 1), output_shapes=shapes, output_dtypes=[mx.float32] * 2
+            inputs=arrays,
+            grid=(128, 2, 1),
+            threadgroup=(128, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=[mx.float32] * 2,
         )
 
     mx.export_function(nodes.append, call, *inputs_of(form, 2, 90))
@@ -154,15 +198,21 @@ def test_the_body_is_part_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        (KernelForm(mx.float64, 64, 64, 1, 1), "mlx.core.float64 is neither float32, float16 nor bfloat16"),
-        (KernelForm(F32, 100, 64, 1, 1), "rows of 100 elements are not of 8, 16, .. 256"),
-        (KernelForm(F16, 64, 264, 1, 1), "rows of 264 elements are not of 8, 16, .. 256"),
-        (KernelForm(BF16, 64, 0, 1, 1), "rows of 0 elements are not of 8, 16, .. 256"),
+        (
+            KernelForm(mx.float64, 64, 64, 1, 1),
+            "mlx.core.float64 is neither float32, float16 nor bfloat16",
+        ),
+        (KernelForm(F32, 100, 64, 1, 1), "rows of 100 elements; supported are 8, 16, .. 256"),
+        (KernelForm(F16, 64, 264, 1, 1), "rows of 264 elements; supported are 8, 16, .. 256"),
+        (KernelForm(BF16, 64, 0, 1, 1), "rows of 0 elements; supported are 8, 16, .. 256"),
         (
             KernelForm(F32, 64, 64, 1, 1, EIGHT._replace(bits=6)),
-            "6 bits in groups of 64: neither 4 nor 8 bits in groups of 32, 64 or 128",
+            "6 bits in groups of 64; supported are 4 and 8 bits in groups of 32, 64 or 128",
         ),
-        (KernelForm(F32, 64, 96, 1, 1, None, EIGHT), "rows of 96 elements do not divide into groups of 64"),
+        (
+            KernelForm(F32, 64, 96, 1, 1, None, EIGHT),
+            "rows of 96 elements do not divide into groups of 64",
+        ),
     ],
 )
 def test_what_has_no_kernel_says_why(form: KernelForm, words: str) -> None:

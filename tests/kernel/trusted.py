@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from kernel.emulation import Emulator
@@ -16,9 +17,13 @@ def emulator() -> Emulator:
 
 
 def trust(arena: KVArena, path: str | None = "kernel") -> KVArena:
-    """Have the decode steps of a pool take the emulated kernel, which is trusted without a trial; `path` None: as before."""
+    """Have the decode steps of a pool take the emulated kernel, which is trusted without a
+    trial; `path` None: as before.
+    """
     arena.decode.launch = emulator()
-    arena.decode.trusted = frozenset(range(len(arena.spec.groups)))
+    arena.capabilities = replace(
+        arena.capabilities, kernels=frozenset(range(len(arena.spec.groups)))
+    )
     if path is not None:
         arena.decode.path = path
     return arena

@@ -1,4 +1,6 @@
-"""Pools without a model, and keys and values that can be read in a failure: key = token number, value = key + 1000."""
+"""Pools without a model, and keys and values that can be read in a failure: key = token number,
+value = key + 1000.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import mlx.core as mx
 
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.capabilities import RAGGED
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
@@ -21,8 +24,11 @@ def make_slabs(*windows: tuple[int, int], layers: int = 2, blocks: int = 64) -> 
     return KVArena(spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups))
 
 
-def numbered(start: int, count: int, batch: int = 1, dims: tuple[int, int] = (KEY_DIM, VALUE_DIM)) -> tuple[mx.array, mx.array]:
-    """Keys [batch, heads, count, key_dim] and values of tokens start, start + 1, ..; row b adds 100,000 * b.
+def numbered(
+    start: int, count: int, batch: int = 1, dims: tuple[int, int] = (KEY_DIM, VALUE_DIM)
+) -> tuple[mx.array, mx.array]:
+    """Keys [batch, heads, count, key_dim] and values of tokens start, start + 1, ..; row b adds
+    100,000 * b.
 
     Rows of one number are the same after they were quantised.
     """
@@ -30,18 +36,28 @@ def numbered(start: int, count: int, batch: int = 1, dims: tuple[int, int] = (KE
     rows = 100_000 * mx.arange(batch, dtype=mx.float32)[:, None, None, None]
     heads = 0.25 * mx.arange(HEADS, dtype=mx.float32)[None, :, None, None]
     keys = mx.broadcast_to(tokens + rows + heads, (batch, HEADS, count, dims[0]))
-    return mx.contiguous(keys), mx.contiguous(mx.broadcast_to(keys[..., :1] + 1000, (batch, HEADS, count, dims[1])))
+    return mx.contiguous(keys), mx.contiguous(
+        mx.broadcast_to(keys[..., :1] + 1000, (batch, HEADS, count, dims[1]))
+    )
 
 
-def make_quantised(*layers: Any, bits: KVBits | None = None, dtype: str = "float32", blocks: int = 40) -> KVArena:
-    """A pool of these layers that holds 8 bits, or `bits`; ragged, as if its model were attached."""
+def make_quantised(
+    *layers: Any, bits: KVBits | None = None, dtype: str = "float32", blocks: int = 40
+) -> KVArena:
+    """A pool of these layers that holds 8 bits, or `bits`; ragged, as if its model were
+    attached.
+    """
     spec = ModelCacheSpec("test", layers, dtype).with_bits(bits or KVBits(8, 8))
     arena = KVArena(spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups))
-    arena.ragged = True
+    arena.capabilities = RAGGED
     return arena
 
 
-def drawn(start: int, count: int, dim: int = 64, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
+def drawn(
+    start: int, count: int, dim: int = 64, dtype: mx.Dtype = mx.float32
+) -> tuple[mx.array, mx.array]:
     """Random keys and values [1, heads, count, dim], others for each `start`."""
-    keys, values = mx.random.normal((2, 1, HEADS, count, dim), dtype, key=mx.random.key(start + 1000))
+    keys, values = mx.random.normal(
+        (2, 1, HEADS, count, dim), dtype, key=mx.random.key(start + 1000)
+    )
     return keys, values

@@ -1,4 +1,6 @@
-"""attach(): a model's own attention reads blocks, mlx-lm stays as it is, and batches answer as stock's."""
+"""attach(): a model's own attention reads blocks, mlx-lm stays as it is, and batches answer as
+stock's.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ from thorough import tried
 
 from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.attach import attach, attach_alone, bind, detach, step_synchronously_if_copied
+from mlx_blockpool.kv.attach import bind, detach
+from mlx_blockpool.kv.attention import attend_runs
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
-from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches, quantised, spec_of_loaded
-from mlx_blockpool.kv.parts import batch_of, member_of
-from mlx_blockpool.kv.rounded import rounded
-from mlx_blockpool.kv.runs import attend_runs
+from mlx_blockpool.kv.build import attach, describe, open_pool, quantised
+from mlx_blockpool.kv.capabilities import Capabilities
+from mlx_blockpool.kv.probe import copies_slabs
+from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache, member_of, pooled_caches
+from mlx_blockpool.kv.rounded_caches import rounded
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from mlx_blockpool.testing import tiny_model
 
@@ -71,11 +75,11 @@ def test_own_softmax_is_found_out_and_batches_padded() -> None:
     assert isinstance(type(caches[0][0]).merge([c[0] for c in caches]), BatchKVCache)
 
 
-# -- quantised blocks --------------------------------------------------------------------------------------------------
+# -- quantised blocks ------------------------------------------------------------------------------
 
 
 def quantised_arena(model: Any, bits: int = 8) -> KVArena:
-    return KVArena(quantised(spec_of_loaded(model), KVBits(bits, bits)), 20_000_000)
+    return KVArena(quantised(describe(model), KVBits(bits, bits)), 20_000_000)
 
 
 @pytest.mark.sampled
@@ -85,12 +89,17 @@ def test_models_that_use_the_base_attention_read_quantised_blocks(name: str, bit
     model = make_model(name, **({"hidden_size": 256} if name == "qwen2" else {"head_dim": 64}))
     arena = quantised_arena(model, bits)
     assert attach(model, arena)
-    assert arena.ragged
+    assert arena.capabilities.ragged
 
 
-def test_logits_are_compared_with_those_of_caches_that_are_rounded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_compared_with_those_of_caches_that_are_rounded_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = make_model("llama", head_dim=64)
-    monkeypatch.setattr("mlx_blockpool.kv.attach.rounded", lambda caches, spec: rounded(caches, spec.with_bits(KVBits(4, 4))))
+    monkeypatch.setattr(
+        "mlx_blockpool.kv.probe.rounded",
+        lambda caches, spec: rounded(caches, spec.with_bits(KVBits(4, 4))),
+    )
     assert not attach(model, quantised_arena(model))
     assert type(model.layers[0].self_attn) is llama.Attention
 
@@ -100,7 +109,7 @@ def test_attention_that_does_not_read_quantised_blocks_is_found_out() -> None:
     types = [type(module) for _, module in model.named_modules()]
     arena = quantised_arena(model)
     assert not attach(model, arena)
-    assert not attach_alone(model, arena)
+    assert not arena.capabilities.is_attached
     assert [type(module) for _, module in model.named_modules()] == types
 
 
@@ -108,10 +117,12 @@ def test_a_model_without_batches_reads_quantised_blocks_of_one_sequence() -> Non
     model = tiny_model(wide(ARCHITECTURES["llama4"]))
     arena = quantised_arena(model)
     assert not attach(model, arena)
-    assert attach_alone(model, arena)
-    assert not arena.ragged
+    assert arena.capabilities.is_attached
+    assert not arena.capabilities.ragged
     caches = [make_prompt_cache(model, arena) for _ in range(2)]
-    with pytest.raises(ValueError, match="A padded batch of mlx-lm's cannot hold quantised keys and values"):
+    with pytest.raises(
+        ValueError, match="A padded batch of mlx-lm's cannot hold quantised keys and values"
+    ):
         type(caches[0][-1]).merge([c[-1] for c in caches])
 
 
@@ -122,8 +133,12 @@ def test_runs_attend_like_one_piece(sinks: bool, dtype: mx.Dtype) -> None:
     keys, values = mx.random.normal((2, 1, 2, 900, 16)).astype(dtype)
     sink = mx.random.normal((8,)).astype(dtype) if sinks else None
     cuts = [(0, 256), (256, 700), (700, 900)]
-    found = attend_runs(queries, [(keys[..., a:b, :], values[..., a:b, :]) for a, b in cuts], 0.25, sink)
-    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.25, mask=None, sinks=sink)
+    found = attend_runs(
+        queries, [(keys[..., a:b, :], values[..., a:b, :]) for a, b in cuts], 0.25, sink
+    )
+    expected = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=0.25, mask=None, sinks=sink
+    )
     assert mx.allclose(found, expected, atol=1e-6 if dtype == mx.float32 else 2e-3)
 
 
@@ -138,7 +153,9 @@ MODELS = {name: make_model(name) for name in RAGGED}
 @pytest.mark.parametrize("name", RAGGED)
 @tried(2, 30)
 @given(seed=st.integers(0, 10_000))
-def test_batches_with_joins_and_leaves_answer_as_single_stock_sequences(name: str, seed: int) -> None:
+def test_batches_with_joins_and_leaves_answer_as_single_stock_sequences(
+    name: str, seed: int
+) -> None:
     """Prompts of mixed length join at random steps; some are taken out; windows wrap or not."""
     rng = random.Random(seed)
     stock = MODELS[name]
@@ -151,7 +168,9 @@ def test_batches_with_joins_and_leaves_answer_as_single_stock_sequences(name: st
     removed: set[int] = set()
     for step in range(60):
         if step < 12 and rng.random() < 0.4:
-            prompt = [rng.randrange(131) for _ in range(rng.choice([1, 5, 60, 127, 128, 129, 290, 305]))]
+            prompt = [
+                rng.randrange(131) for _ in range(rng.choice([1, 5, 60, 127, 128, 129, 290, 305]))
+            ]
             (uid,) = generator.insert([prompt], caches=[make_prompt_cache(model, slabs)])
             prompts[uid] = prompt
         live = [u for u in prompts if u not in removed and len(replies.get(u, [])) < 12]
@@ -196,7 +215,9 @@ def addresses(slabs: Any) -> list[int]:
 
 
 class OneAttention:
-    """Nothing but attention over a long cache: mlx encodes its next step before the last has run."""
+    """Nothing but attention over a long cache: mlx encodes its next step before the last has
+    run.
+    """
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         x = mx.ones((1, 8, 1, 64)) + tokens.reshape(1, 1, 1, 1)
@@ -211,7 +232,8 @@ def test_steps_in_flight_that_copy_slabs_are_found_out_and_forbidden() -> None:
     seed = pooled_caches(slabs)
     seed[0].update_and_fetch(*mx.zeros((2, 1, 8, 12_000, 64)))
     mx.eval([c.state for c in seed])
-    assert step_synchronously_if_copied(model, slabs, caches=seed)
+    assert copies_slabs(model, slabs, caches=seed)
+    slabs.capabilities = Capabilities(synchronous=True)
     before = addresses(slabs)
     mx.reset_peak_memory()
     base = mx.get_active_memory()

@@ -11,8 +11,8 @@ import pytest
 from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kv import block_bytes as contents_module
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.block_bytes import GROUP_SIZE, as_bytes, contents, copy_in, copy_out, disk_form
-from mlx_blockpool.kv.rows import Quantised, Rows, dense
+from mlx_blockpool.kv.block_bytes import as_bytes, contents, copy_in, copy_out
+from mlx_blockpool.kv.quantised import Quantised, Rows
 from mlx_blockpool.spec import BLOCK_TOKENS, Form, FullLayer, ModelCacheSpec
 
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -44,13 +44,18 @@ def take(slabs: KVArena, count: int = 2) -> tuple[list[Any], list[list[tuple[int
 
 
 def fill(slabs: KVArena, places: list[tuple[int, int]], seed: int) -> list[np.ndarray[Any, Any]]:
-    """Random bits in every value of these blocks: also NaNs, -0.0 and denormals. Returns them in the order of contents()."""
+    """Random bits in every value of these blocks: also NaNs, -0.0 and denormals.
+
+    Returns them in the order of contents().
+    """
     rng = np.random.default_rng(seed)
     found = []
 
     def some(heads: int, width: int, dtype: mx.Dtype) -> mx.array:
         unsigned = np.uint32 if dtype.size == 4 else np.uint16
-        bits = rng.integers(0, np.iinfo(unsigned).max, (heads, BLOCK_TOKENS, width), dtype=unsigned, endpoint=True)
+        bits = rng.integers(
+            0, np.iinfo(unsigned).max, (heads, BLOCK_TOKENS, width), dtype=unsigned, endpoint=True
+        )
         found.append(bits)
         return mx.array(bits).view(dtype)[None]
 
@@ -58,14 +63,21 @@ def fill(slabs: KVArena, places: list[tuple[int, int]], seed: int) -> list[np.nd
         if form is None:
             return some(heads, dim, slabs.dtype)
         packed = some(heads, dim * form.bits // 32, mx.uint32)
-        return Quantised(packed, *(some(heads, dim // form.group_size, slabs.dtype) for _ in range(2)), form)
+        return Quantised(
+            packed, *(some(heads, dim // form.group_size, slabs.dtype) for _ in range(2)), form
+        )
 
     for group, block in places:
         layer = slabs.spec.groups[group].layer
         keys, values = slabs.spec.forms(layer)
         slab, start = slabs.locate(group, block)
-        for index in range(len(slab.keys)):
-            slab.write(index, start, rows(layer.kv_heads, layer.key_dim, keys), rows(layer.kv_heads, layer.value_dim, values))
+        for index in range(len(slab.layers)):
+            slab.write(
+                index,
+                start,
+                rows(layer.kv_heads, layer.key_dim, keys),
+                rows(layer.kv_heads, layer.value_dim, values),
+            )
         mx.eval(slab.arrays())
     return found
 
@@ -74,9 +86,9 @@ def bits_of(arrays: list[mx.array]) -> list[Any]:
     return [np.array(a.view(mx.uint32 if a.itemsize == 4 else mx.uint16)) for a in arrays]
 
 
-def given(slabs: KVArena, copies: list[mx.array], tokens: int = BLOCK_TOKENS, bits: int | None = None) -> list[Any]:
+def given(slabs: KVArena, copies: list[mx.array], tokens: int = BLOCK_TOKENS) -> list[Any]:
     """What copy_in() takes, from what copy_out() gave."""
-    wanted = contents(slabs, slabs.full_groups, tokens, bits)
+    wanted = contents(slabs, slabs.full_groups, tokens)
     return [c.array(as_bytes(a)) for c, a in zip(wanted, copies, strict=True)]
 
 
@@ -100,7 +112,9 @@ def assert_equal(expected: list[Any], found: list[Any]) -> None:
 @pytest.mark.usefixtures("writes_in_place")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("slabs_count", "kv"), [(1, None), *((8, kv) for kv in KV)])
-def test_copies_are_bit_equal_and_come_back_bit_equal(dtype: str, slabs_count: int, kv: KVBits | None) -> None:
+def test_copies_are_bit_equal_and_come_back_bit_equal(
+    dtype: str, slabs_count: int, kv: KVBits | None
+) -> None:
     """Words, scales and biases too, whatever numbers they stand for."""
     slabs = make_slabs(dtype, slabs=slabs_count, kv=kv)
     _, (first, second) = take(slabs)
@@ -128,7 +142,9 @@ def test_a_part_of_a_block_goes_where_it_belongs(start: int, end: int, kv: KVBit
     _, (first, second) = take(slabs)
     source, target = fill(slabs, first, 1), fill(slabs, second, 2)
     copy_in(slabs, second, start, given(slabs, copy_out(slabs, first, start, end), end - start))
-    for s, t, f in zip(source, target, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)), strict=True):
+    for s, t, f in zip(
+        source, target, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)), strict=True
+    ):
         assert np.array_equal(f[:, start:end], s[:, start:end])
         assert np.array_equal(f[:, :start], t[:, :start])
         assert np.array_equal(f[:, end:], t[:, end:])
@@ -136,18 +152,15 @@ def test_a_part_of_a_block_goes_where_it_belongs(start: int, end: int, kv: KVBit
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks", [1, 8])
-@pytest.mark.parametrize(("kv", "bits"), [(None, None), (None, 8), (KVBits(), None)])
-def test_copies_outlive_the_block_and_its_next_content(dtype: str, blocks: int, kv: KVBits | None, bits: int | None) -> None:
+@pytest.mark.parametrize("kv", [None, KVBits()])
+def test_copies_outlive_the_block_and_its_next_content(
+    dtype: str, blocks: int, kv: KVBits | None
+) -> None:
     """Also where a block is a whole slab, whose slice could be shared instead of copied."""
     slabs = make_slabs(dtype, blocks=blocks, slabs=blocks, kv=kv)
     tables, (first,) = take(slabs, 1)
     fill(slabs, first, 1)
-    if bits:
-        # Random bits have no scale.
-        ones = [mx.ones(c.shape, c.dtype) for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)]
-        mx.eval(ones)
-        copy_in(slabs, first, 0, given(slabs, ones))
-    copies = copy_out(slabs, first, 0, BLOCK_TOKENS, bits)
+    copies = copy_out(slabs, first, 0, BLOCK_TOKENS)
     views = [as_bytes(array) for array in copies]
     before = [bytes(view) for view in views]
     for table in tables:
@@ -159,8 +172,7 @@ def test_copies_outlive_the_block_and_its_next_content(dtype: str, blocks: int, 
 
 
 @pytest.mark.usefixtures("writes_in_place")
-@pytest.mark.parametrize("bits", [None, 8])
-def test_what_was_copied_in_may_change_at_once(bits: int | None) -> None:
+def test_what_was_copied_in_may_change_at_once() -> None:
     """As memory does that the next record is read into."""
     slabs = make_slabs()
     _, (first, second) = take(slabs)
@@ -169,12 +181,12 @@ def test_what_was_copied_in_may_change_at_once(bits: int | None) -> None:
     before = [mx.random.normal(c.shape) for c in wanted]
     mx.eval(before)
     copy_in(slabs, first, 0, given(slabs, before))
-    arrays = [array.copy() for array in given(slabs, copy_out(slabs, first, 0, BLOCK_TOKENS, bits), bits=bits)]
-    copy_in(slabs, second, 0, arrays, bits)
+    arrays = [array.copy() for array in given(slabs, copy_out(slabs, first, 0, BLOCK_TOKENS))]
+    copy_in(slabs, second, 0, arrays)
     for array in arrays:
         array[:] = 7
     for expected, found in zip(before, copy_out(slabs, second, 0, BLOCK_TOKENS), strict=True):
-        assert mx.allclose(expected, found, atol=0.05 if bits else 0).item()
+        assert mx.array_equal(expected, found).item()
 
 
 @pytest.mark.usefixtures("writes_in_place")
@@ -183,7 +195,7 @@ def test_a_step_in_flight_reads_what_was_there() -> None:
     _, (first, second) = take(slabs)
     fill(slabs, first, 1)
     slab, start = slabs.locate(*first[0])
-    keys = slab.keys[0]
+    keys, _ = slab.layers[0]
     before, expected = addresses(slabs), mx.sum(mx.abs(mx.nan_to_num(keys) > 0)).item()
     big = mx.random.normal((400, 400))
     for _ in range(4):
@@ -191,10 +203,18 @@ def test_a_step_in_flight_reads_what_was_there() -> None:
     read = mx.sum(mx.abs(mx.nan_to_num(keys) > 0)) + 0 * big[0, 0].astype(mx.int32)
     mx.async_eval(read)
     del big
-    copy_in(slabs, second, 0, [np.full(c.shape, -1, np.float32) for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)])
+    copy_in(
+        slabs,
+        second,
+        0,
+        [
+            np.full(c.shape, -1, np.float32)
+            for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)
+        ],
+    )
     assert read.item() == expected
     assert addresses(slabs) == before
-    assert slab.keys[0][0, 0, start, 0].item() != -1
+    assert slab.layers[0][0][0, 0, start, 0].item() != -1
 
 
 @pytest.mark.usefixtures("writes_in_place")
@@ -230,85 +250,17 @@ def test_names_and_shapes_of_quantised_blocks_are_those_of_their_arrays() -> Non
 
 
 @pytest.mark.parametrize(
-    ("own", "dim", "bits", "expected"),
-    [
-        (None, 64, None, None),
-        (None, 64, 8, Form(8, GROUP_SIZE)),
-        (None, 80, 8, None),
-        (Form(8, 64), 64, None, Form(8, 64)),
-        (Form(8, 64), 64, 8, Form(8, 64)),
-        (Form(8, 64), 64, 4, Form(4, GROUP_SIZE)),
-        (Form(4, 64), 64, 8, Form(4, 64)),
-    ],
+    ("dtype", "name"), [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")]
 )
-def test_records_hold_blocks_as_they_are_unless_the_store_is_coarser(
-    own: Form | None, dim: int, bits: int | None, expected: Form | None
-) -> None:
-    assert disk_form(own, dim, bits) == expected
-
-
-@pytest.mark.parametrize(("dtype", "name"), [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")])
 def test_dtypes_have_the_names_of_the_safetensors_format(dtype: str, name: str) -> None:
     slabs = make_slabs(dtype)
     assert {c.safetensors_dtype for c in contents(slabs, slabs.full_groups, 5)} == {name}
-    assert {c.safetensors_dtype for c in contents(slabs, slabs.full_groups, 5, 8)} == {name, "U32"}
-
-
-@pytest.mark.usefixtures("writes_in_place")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_error_of_quantised_keys_is_bounded_by_their_range(dtype: str, bits: int) -> None:
-    """Of each 32 neighbours: at most one step of their range, the rounding of scale and bias included."""
-    slabs = make_slabs(dtype)
-    _, (first, second) = take(slabs)
-    mx.random.seed(1)
-    wanted = contents(slabs, slabs.full_groups, BLOCK_TOKENS)
-    values = [mx.random.normal(c.shape).astype(c.dtype) * 3 for c in wanted]
-    mx.eval(values)
-    copy_in(slabs, first, 0, given(slabs, values))
-    copies = copy_out(slabs, first, 0, BLOCK_TOKENS, bits)
-    stored = contents(slabs, slabs.full_groups, BLOCK_TOKENS, bits)
-    copy_in(slabs, second, 0, given(slabs, copies, bits=bits), bits)
-    for before, after in zip(values, copy_out(slabs, second, 0, BLOCK_TOKENS), strict=True):
-        a, b = (np.array(x.astype(mx.float32)).reshape(-1, GROUP_SIZE) for x in (before, after))
-        step = (a.max(1) - a.min(1)) / (2**bits - 1)
-        rounding = 2.0 ** -{"float32": 23, "float16": 10, "bfloat16": 7}[dtype] * np.abs(a).max(1) * 2
-        error = np.abs(a - b).max(1)
-        assert np.all(error <= step + rounding)
-        assert error.max() > 0
-    size = sum(np.prod(c.shape) * c.dtype.size for c in stored) / sum(np.prod(c.shape) * c.dtype.size for c in wanted)
-    assert size == pytest.approx((bits + 2 * 8 * slabs.dtype.size / GROUP_SIZE) / (8 * slabs.dtype.size))
-
-
-@pytest.mark.usefixtures("writes_in_place")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_coarser_store_rounds_what_blocks_hold_in_finer_words(dtype: str) -> None:
-    slabs = make_slabs(dtype, (FullLayer(2, 64, 64),), kv=KVBits(8, 4))
-    _, ((first,), (second,)) = take(slabs)
-    slab, start = slabs.locate(*first)
-    mx.random.seed(1)
-    slab.write(0, start, *mx.random.normal((2, 1, 2, BLOCK_TOKENS, 64)).astype(slabs.dtype))
-    copy_in(slabs, [second], 0, given(slabs, copy_out(slabs, [first], 0, BLOCK_TOKENS, 4), bits=4), 4)
-    target, there = slabs.locate(*second)
-    for kind, (before, after) in enumerate(
-        zip(slab.read(0, start, BLOCK_TOKENS), target.read(0, there, BLOCK_TOKENS), strict=True)
-    ):
-        off = mx.max(mx.abs(dense(before).astype(mx.float32) - dense(after).astype(mx.float32))).item()
-        # Values have 4 bits in both: their words come back as they were.
-        assert (off == 0) if kind else (0 < off < 0.5)
-
-
-def test_dims_that_do_not_divide_stay_as_they_are() -> None:
-    slabs = make_slabs("float16", (FullLayer(2, 80, 16),))
-    assert contents(slabs, slabs.full_groups, 7, 8) == contents(slabs, slabs.full_groups, 7)
-    _, (first, second) = take(slabs)
-    before = fill(slabs, first, 1)
-    copy_in(slabs, second, 0, given(slabs, copy_out(slabs, first, 0, BLOCK_TOKENS, 4), bits=4), 4)
-    assert_equal(before, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)))
 
 
 def test_a_slab_that_is_filled_at_once_is_copied_out_and_in() -> None:
-    """As a model writes: keys whose heads and tokens were swapped, for all of a slab of one block."""
+    """As a model writes: keys whose heads and tokens were swapped, for all of a slab of one
+    block.
+    """
     slabs = make_slabs(layers=(FullLayer(2, 64, 64),), blocks=1, slabs=1)
     _, ((place,),) = take(slabs, 1)
     slab, start = slabs.locate(*place)

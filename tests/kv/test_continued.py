@@ -1,4 +1,6 @@
-"""Conversations that go on in mlx-lm's own BatchGenerator, with pooled caches beside mlx-lm's, attached or not."""
+"""Conversations that continue in mlx-lm's own BatchGenerator, with pooled caches next to
+mlx-lm's, attached or not.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,27 @@ from mlx_blockpool import BlockPoolBatchEngine, Request, Token, make_prompt_cach
 from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import pooled_caches
-from mlx_blockpool.kv.rounded import rounded
-from mlx_blockpool.kv.state_caches import PooledArraysCache, StateBatch
+from mlx_blockpool.kv.other_caches import PooledArraysCache, StateBatch
+from mlx_blockpool.kv.prompt_cache import pooled_caches
+from mlx_blockpool.kv.rounded_caches import rounded
 from mlx_blockpool.spec import ModelCacheSpec, StateLayer
 
-NAMES = only(["llama", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"], "llama", "gpt_oss", "qwen3_next")
+NAMES = only(
+    ["llama", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"],
+    "llama",
+    "gpt_oss",
+    "qwen3_next",
+)
 FIRST, SECOND = (5, 3, 8, 1), (2, 7, 4, 6)
 
 
-def run(model: Any, prompts: list[list[int]], caches: list[Any]) -> tuple[list[list[mx.array]], list[Any]]:
+def run(
+    model: Any, prompts: list[list[int]], caches: list[Any]
+) -> tuple[list[list[mx.array]], list[Any]]:
     """Logprobs of each step of each prompt, batched, and the caches that each reply ended with."""
-    generator = BatchGenerator(model, max_tokens=10, prefill_batch_size=4, prefill_step_size=32, completion_batch_size=2)
+    generator = BatchGenerator(
+        model, max_tokens=10, prefill_batch_size=4, prefill_step_size=32, completion_batch_size=2
+    )
     uids = generator.insert(prompts, caches=caches)
     logprobs: dict[int, list[mx.array]] = {uid: [] for uid in uids}
     ended: dict[int, Any] = {}
@@ -45,7 +56,9 @@ def run(model: Any, prompts: list[list[int]], caches: list[Any]) -> tuple[list[l
 
 
 def far_apart(one: list[list[mx.array]], two: list[list[mx.array]]) -> float:
-    """The largest difference of two runs' logprobs, up to where rounding has chosen another token."""
+    """The largest difference of two runs' logprobs, up to where rounding has chosen another
+    token.
+    """
     worst = 0.0
     for mine, theirs in zip(one, two, strict=True):
         for a, b in zip(mine, theirs, strict=True):
@@ -58,47 +71,77 @@ def far_apart(one: list[list[mx.array]], two: list[list[mx.array]]) -> float:
 @pytest.mark.sampled
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_conversations_that_go_on_in_a_batch_give_stocks_logprobs(name: str, attached: bool) -> None:
+def test_conversations_that_continue_in_a_batch_give_stocks_logprobs(
+    name: str, attached: bool
+) -> None:
     model = make_small(name) if name in CONFIGS else make_architecture(name)
     slabs = open_pool(model, 60_000_000, attach=False)
     if attached:
         slabs = open_pool(model, 60_000_000)
-        assert slabs.ragged
-    assert_conversations_go_on(model, slabs)
+        assert slabs.capabilities.ragged
+    assert_conversations_continue(model, slabs)
 
 
 @pytest.mark.parametrize("bits", only([KVBits(8, 8), KVBits(4, 8)], KVBits(8, 8)))
 @pytest.mark.parametrize("name", only(["llama", "gemma3_text", "gpt_oss"], "gpt_oss"))
-def test_quantised_conversations_that_go_on_in_a_batch_give_logprobs_of_rounded_caches(name: str, bits: KVBits) -> None:
+def test_quantised_conversations_that_continue_in_a_batch_give_logprobs_of_rounded_caches(
+    name: str, bits: KVBits
+) -> None:
     model = make_small(name, **({"hidden_size": 128} if name == "llama" else {"head_dim": 64}))
-    assert_conversations_go_on(model, open_pool(model, 60_000_000, PoolConfig(bits=bits)))
+    assert_conversations_continue(model, open_pool(model, 60_000_000, PoolConfig(bits=bits)))
 
 
-def assert_conversations_go_on(model: Any, slabs: KVArena) -> None:
+def assert_conversations_continue(model: Any, slabs: KVArena) -> None:
     rng = random.Random(0)
-    prompts = [[[rng.randrange(120) for _ in range(n)] for n in lengths] for lengths in (FIRST, SECOND)]
+    prompts = [
+        [[rng.randrange(120) for _ in range(n)] for n in lengths] for lengths in (FIRST, SECOND)
+    ]
     expected: list[list[mx.array]] = []
     for first, second in zip(*prompts, strict=True):
         caches = rounded(stock_prompt_cache(model), slabs.spec)
-        said = [token for token, _ in generate_step(mx.array(first), model, max_tokens=10, prompt_cache=caches)]
+        said = [
+            token
+            for token, _ in generate_step(
+                mx.array(first), model, max_tokens=10, prompt_cache=caches
+            )
+        ]
         assert len(said) == 10
-        expected.append([row for _, row in generate_step(mx.array(second), model, max_tokens=10, prompt_cache=caches)])
+        expected.append(
+            [
+                row
+                for _, row in generate_step(
+                    mx.array(second), model, max_tokens=10, prompt_cache=caches
+                )
+            ]
+        )
     _, ended = run(model, prompts[0], [make_prompt_cache(model, slabs) for _ in FIRST])
     before = [[getattr(c, "offset", None) for c in caches] for caches in ended]
     again, _ = run(model, prompts[1], ended)
     assert far_apart(again, expected) < 1e-3
     assert [[getattr(c, "offset", None) for c in caches] for caches in ended] == before
     for i, caches in enumerate(ended):
-        single = [row for _, row in generate_step(mx.array(prompts[1][i]), model, max_tokens=10, prompt_cache=caches)]
+        single = [
+            row
+            for _, row in generate_step(
+                mx.array(prompts[1][i]), model, max_tokens=10, prompt_cache=caches
+            )
+        ]
         assert far_apart([single], [again[i]]) < 1e-3
 
 
 def state_slabs() -> KVArena:
-    return KVArena(ModelCacheSpec("test", (StateLayer((((1, 3), "float32"), ((1, 2), "float32"))),), "float32"), 1_000_000)
+    return KVArena(
+        ModelCacheSpec(
+            "test", (StateLayer((((1, 3), "float32"), ((1, 2), "float32"))),), "float32"
+        ),
+        1_000_000,
+    )
 
 
 def states(cls: Any, slabs: KVArena, *filled: float | None) -> list[Any]:
-    found = [pooled_caches(slabs)[0] if cls is PooledArraysCache else ArraysCache(2) for _ in filled]
+    found = [
+        pooled_caches(slabs)[0] if cls is PooledArraysCache else ArraysCache(2) for _ in filled
+    ]
     for cache, value in zip(found, filled, strict=True):
         if value is not None:
             cache[0], cache[1] = mx.full((1, 3), value), mx.full((1, 2), value + 1)
@@ -126,7 +169,7 @@ def test_empty_states_merge_extend_and_filter_as_mlx_lms(values: tuple[float | N
 
 def test_a_stock_state_that_joins_a_pooled_batch_is_refused_by_name() -> None:
     batch = PooledArraysCache.merge(states(PooledArraysCache, state_slabs(), 1.0))
-    with pytest.raises(ValueError, match="cannot take in a ArraysCache"):
+    with pytest.raises(ValueError, match="cannot be extended by a ArraysCache"):
         batch.extend(ArraysCache.merge(states(ArraysCache, state_slabs(), 2.0)))
 
 
@@ -145,7 +188,11 @@ def test_a_batch_of_states_is_copied_pickled_and_saved_as_mlx_lms(tmp_path: Path
 def test_a_batch_of_states_raises_once_a_member_was_given_back() -> None:
     batch = PooledArraysCache.merge(states(PooledArraysCache, state_slabs(), 1.0, 2.0))
     batch.members[1].sequence.release("finish()")
-    for use in (lambda: batch[0], lambda: batch.__setitem__(0, mx.zeros((2, 3))), lambda: batch.extract(1)):
+    for use in (
+        lambda: batch[0],
+        lambda: batch.__setitem__(0, mx.zeros((2, 3))),
+        lambda: batch.extract(1),
+    ):
         with pytest.raises(ReleasedCacheError, match="finish"):
             use()
 
@@ -159,7 +206,9 @@ def test_states_of_two_sequences_in_one_pooled_cache_are_refused_by_name() -> No
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_padding_that_would_reach_a_state_is_refused(attached: bool) -> None:
-    """mlx-lm's own batch of this model gives other logits for prompts of several lengths than for each alone."""
+    """mlx-lm's own batch of this model gives other logits for prompts of several lengths than
+    for each alone.
+    """
     model = make_architecture("jamba")
     slabs = open_pool(model, 60_000_000, attach=attached)
     with pytest.raises(ValueError, match="one at a time"):
@@ -172,13 +221,21 @@ def test_padding_that_would_reach_a_state_is_refused(attached: bool) -> None:
 def test_max_kv_size_makes_mlx_lms_windows(size: int, attached: bool) -> None:
     model = make_small("qwen2")
     slabs = open_pool(model, 60_000_000, attach=attached, max_kv_size=size)
-    assert slabs.ragged is attached
+    assert slabs.capabilities.ragged is attached
     prompt = [i * 7 % 131 for i in range(350)]
     for tokens in (prompt[:3], prompt):
-        ours, stock = make_prompt_cache(model, slabs, max_kv_size=size), stock_prompt_cache(model, max_kv_size=size)
+        ours, stock = (
+            make_prompt_cache(model, slabs, max_kv_size=size),
+            stock_prompt_cache(model, max_kv_size=size),
+        )
         assert [(c.max_size, c.keep) for c in ours] == [(c.max_size, c.keep) for c in stock]
         replies = [
-            [token for token, _ in generate_step(mx.array(tokens), model, max_tokens=60, prompt_cache=caches)]
+            [
+                token
+                for token, _ in generate_step(
+                    mx.array(tokens), model, max_tokens=60, prompt_cache=caches
+                )
+            ]
             for caches in (ours, stock)
         ]
         assert replies[0] == replies[1]
@@ -192,7 +249,14 @@ def test_max_kv_size_in_a_batch_keeps_what_a_single_sequence_keeps() -> None:
     expected = []
     for prompt in prompts:
         caches = stock_prompt_cache(model, max_kv_size=40)
-        expected.append([row for _, row in generate_step(mx.array(prompt), model, max_tokens=10, prompt_cache=caches)])
+        expected.append(
+            [
+                row
+                for _, row in generate_step(
+                    mx.array(prompt), model, max_tokens=10, prompt_cache=caches
+                )
+            ]
+        )
     found, _ = run(model, prompts, [make_prompt_cache(model, slabs) for _ in prompts])
     assert far_apart(found, expected) < 1e-3
 
@@ -202,7 +266,12 @@ def test_an_engine_with_max_kv_size_answers_as_mlx_lms_windows_also_from_a_known
     engine = BlockPoolBatchEngine.open(model, 60_000_000, max_kv_size=64)
     prompt = [i * 7 % 131 for i in range(100)]
     stock = stock_prompt_cache(model, max_kv_size=64)
-    expected = [t for t, _ in generate_step(mx.array(prompt), model, max_tokens=30, prompt_cache=stock, prefill_step_size=512)]
+    expected = [
+        t
+        for t, _ in generate_step(
+            mx.array(prompt), model, max_tokens=30, prompt_cache=stock, prefill_step_size=512
+        )
+    ]
     for _ in range(2):
         engine.insert(Request(prompt, max_tokens=30))
         said: list[int] = []
@@ -221,7 +290,9 @@ def test_a_pool_of_another_max_kv_size_is_refused_and_models_with_own_caches_do_
     own = make_small("gemma3_text")
     slabs = open_pool(own, 60_000_000, max_kv_size=64)
     expected = [type(c) for c in stock_prompt_cache(own, max_kv_size=64)]
-    assert [type(c).__bases__[-1] for c in make_prompt_cache(own, slabs, max_kv_size=64)] == expected
+    assert [
+        type(c).__bases__[-1] for c in make_prompt_cache(own, slabs, max_kv_size=64)
+    ] == expected
 
 
 def test_input_embeddings_and_batches_in_one_cache() -> None:
@@ -230,7 +301,12 @@ def test_input_embeddings_and_batches_in_one_cache() -> None:
     tokens = mx.array([i * 7 % 131 for i in range(80)])
     embeddings = model.model.embed_tokens(tokens)
     replies = [
-        [t for t, _ in generate_step(tokens, model, max_tokens=8, prompt_cache=caches, input_embeddings=embeddings)]
+        [
+            t
+            for t, _ in generate_step(
+                tokens, model, max_tokens=8, prompt_cache=caches, input_embeddings=embeddings
+            )
+        ]
         for caches in (make_prompt_cache(model, slabs), stock_prompt_cache(model))
     ]
     assert replies[0] == replies[1]
@@ -238,7 +314,11 @@ def test_input_embeddings_and_batches_in_one_cache() -> None:
         [
             t
             for t, _ in generate_step(
-                mx.array([], mx.int32), model, max_tokens=8, prompt_cache=caches, input_embeddings=embeddings
+                mx.array([], mx.int32),
+                model,
+                max_tokens=8,
+                prompt_cache=caches,
+                input_embeddings=embeddings,
             )
         ]
         for caches in (make_prompt_cache(model, slabs), stock_prompt_cache(model))

@@ -1,10 +1,14 @@
-"""Decode paths: each one gives stock's answers, the counter says which one ran, and no slab moves."""
+"""Decode paths: each one gives stock's answers, the counter says which one ran, and no slab
+moves.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import random
+import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -20,16 +24,19 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
 from thorough import tried
 
-from mlx_blockpool.config import DECODE_PATHS, KVBits
+from mlx_blockpool.config import DECODE_PATHS, KVBits, PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.attention import attend_cluster, group_queries
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
-from mlx_blockpool.kv.decode_policy import Cluster, DecodePolicy, Share, divide, find_clusters
-from mlx_blockpool.kv.factory import make_prompt_cache, pooled_caches, spec_of_loaded
-from mlx_blockpool.kv.path_costs import PathCosts
-from mlx_blockpool.kv.rounded import rounded
-from mlx_blockpool.kv.runs import attend_cluster, group_queries
+from mlx_blockpool.kv.build import describe, open_pool
+from mlx_blockpool.kv.capabilities import Capabilities
+from mlx_blockpool.kv.cost_model import PathCosts
+from mlx_blockpool.kv.decode_policy import DecodePolicy
+from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache, pooled_caches
+from mlx_blockpool.kv.rounded_caches import rounded
+from mlx_blockpool.kv.shares import Cluster, Share, divide, find_clusters
 
 # The kernel is emulated.
 PATHS = [path for path in DECODE_PATHS[1:] if path != "kernel" or not why_not()]
@@ -60,7 +67,9 @@ def test_members_part_where_their_longer_prefixes_save_more() -> None:
 @given(st.lists(st.lists(st.integers(0, 1), max_size=5), max_size=7))
 def test_clusters_are_disjoint_and_share_what_they_say(prefixes: list[list[int]]) -> None:
     # A block id says which blocks are before it, as ids of shared prefixes do.
-    tables = [[int("1" + "".join(map(str, p[: i + 1])), 2) for i in range(len(p))] for p in prefixes]
+    tables = [
+        [int("1" + "".join(map(str, p[: i + 1])), 2) for i in range(len(p))] for p in prefixes
+    ]
     clusters = find_clusters(tables)
     members = [i for c in clusters for i in c.members]
     assert len(members) == len(set(members))
@@ -69,8 +78,8 @@ def test_clusters_are_disjoint_and_share_what_they_say(prefixes: list[list[int]]
         assert len({tuple(tables[i][: c.blocks]) for i in c.members}) == 1
 
 
-# Of a prefix that is read together two tokens of three are saved, and what is gathered costs twice as much.
-COSTS = PathCosts(100.0, 1.0, (300.0, 100.0, 0.0, 1 / 3, 1.0, 0.0), (0.0, 50.0, 2.0))
+# Of a prefix that is read together two tokens of three are saved.
+COSTS = PathCosts(100.0, 1.0, (300.0, 100.0, 0.0, 1 / 3, 1.0, 0.0))
 
 
 def test_what_was_not_measured_stays_ragged() -> None:
@@ -83,7 +92,6 @@ def test_the_cheapest_path_is_chosen() -> None:
     assert policy.choose(0, [5000] * 8, [Cluster(tuple(range(8)), 16)]) == "shared"
     assert policy.choose(0, [300, 300], [Cluster((0, 1), 1)]) == "shared"
     assert policy.choose(0, [5000] * 8, []) == "ragged"
-    assert policy.choose(0, [45, 45], []) == "padded"
     assert policy.choose(0, [45, 1], []) == "ragged"
 
 
@@ -102,7 +110,7 @@ def test_own_scores_that_are_padded_to_the_longest_count() -> None:
 
 
 def test_paths_that_are_nearly_equal_are_ragged() -> None:
-    costs = PathCosts(100.0, 1.0, (0.0, 99.0, 0.0, 0.99, 1.0, 0.0), (0.0, 99.0, 0.99))
+    costs = PathCosts(100.0, 1.0, (0.0, 99.0, 0.0, 0.99, 1.0, 0.0))
     assert DecodePolicy("auto", {0: costs}).choose(0, [4096] * 2, [Cluster((0, 1), 16)]) == "ragged"
 
 
@@ -112,50 +120,58 @@ def test_members_outside_of_clusters_are_counted_as_reading_alone() -> None:
     assert policy.choose(0, [900, 900, 900], [Cluster((0, 1), 3)]) == "shared"
 
 
-# What a step of the kernel costs is less than two members alone, and a token of another row costs nearly nothing.
+# What a step of the kernel costs is less than two members alone, and a token of another row costs
+# nearly nothing.
 KERNEL = replace(COSTS, kernel=(150.0, 1.0, 1.0, 0.05))
 
 
 def kernel_policy(path: str = "auto", costs: PathCosts = KERNEL) -> DecodePolicy:
-    return DecodePolicy(path, {0: costs, 1: costs}, trusted=frozenset([0]))
+    return DecodePolicy(path, {0: costs, 1: costs})
 
 
 def test_the_kernel_is_chosen_where_it_costs_less() -> None:
     policy = kernel_policy()
-    assert policy.choose(0, [300, 300], []) == "kernel"
-    assert policy.choose(0, [300], []) == "ragged"
-    assert policy.choose(0, [5000, 5000], []) == "ragged", "the kernel's tokens cost a twentieth more"
-    assert policy.choose(0, [5000] * 8, [Cluster(tuple(range(8)), 16)]) == "kernel"
-    assert kernel_policy(costs=COSTS).choose(0, [300, 300], []) == "ragged", "it was not measured"
+    assert policy.choose(0, [300, 300], [], has_kernel=True) == "kernel"
+    assert policy.choose(0, [300], [], has_kernel=True) == "ragged"
+    assert policy.choose(0, [5000, 5000], [], has_kernel=True) == "ragged", (
+        "the kernel's tokens cost a twentieth more"
+    )
+    assert policy.choose(0, [5000] * 8, [Cluster(tuple(range(8)), 16)], has_kernel=True) == "kernel"
+    assert kernel_policy(costs=COSTS).choose(0, [300, 300], [], has_kernel=True) == "ragged", (
+        "it was not measured"
+    )
 
 
 def test_a_kernel_that_is_not_trusted_is_never_chosen() -> None:
-    assert kernel_policy().choose(1, [300, 300], []) == "ragged"
-    assert kernel_policy("kernel").choose(1, [300, 300], []) == "ragged"
-    assert kernel_policy("kernel").choose(0, [300, 300], []) == "kernel"
-    assert [kernel_policy("kernel").may_share(group) for group in (0, 1)] == [True, False]
+    assert kernel_policy().choose(1, [300, 300], [], has_kernel=False) == "ragged"
+    assert kernel_policy("kernel").choose(1, [300, 300], [], has_kernel=False) == "ragged"
+    assert kernel_policy("kernel").choose(0, [300, 300], [], has_kernel=True) == "kernel"
+    assert [kernel_policy("kernel").may_share(0, has_kernel) for has_kernel in (True, False)] == [
+        True,
+        False,
+    ]
 
 
-def test_rows_of_one_member_are_never_gathered_and_count_for_the_kernel() -> None:
+def test_rows_of_one_member_count_for_the_kernel() -> None:
     assert DecodePolicy("auto", {0: COSTS}).choose(0, [45, 45], [], [2, 1]) == "ragged"
-    assert kernel_policy().choose(0, [300], [], [9]) == "ragged", "rows were not measured"
-    policy = kernel_policy(costs=replace(KERNEL, rows=(100.0, 0.0, 1.0), kernel_rows=(300.0, 1.0, 1.0, 0.1)))
-    assert policy.choose(0, [300], [], [1]) == "ragged"
-    assert policy.choose(0, [300], [], [9]) == "kernel"
+    assert kernel_policy().choose(0, [300], [], [9], has_kernel=True) == "ragged", (
+        "rows were not measured"
+    )
+    policy = kernel_policy(
+        costs=replace(KERNEL, rows=(100.0, 0.0, 1.0), kernel_rows=(300.0, 1.0, 1.0, 0.1))
+    )
+    assert policy.choose(0, [300], [], [1], has_kernel=True) == "ragged"
+    assert policy.choose(0, [300], [], [9], has_kernel=True) == "kernel"
 
 
-def test_a_path_that_is_asked_for_is_taken_whatever_it_costs() -> None:
-    assert DecodePolicy("padded", {0: COSTS}).choose(0, [5000] * 8, []) == "padded"
-    assert DecodePolicy("shared", {0: COSTS}).choose(0, [5000] * 8, []) == "ragged", "nothing is shared"
-
-
-@pytest.mark.parametrize(("count", "path"), [(1, "ragged"), (2, "padded")])
-def test_short_contexts_are_gathered_unless_there_is_one_alone(count: int, path: str) -> None:
-    batch = Batch("llama", "auto", costs=COSTS)
-    for seed in range(count):
-        batch.join(*batch.prefill(prompt(5 + seed, seed)), 5)
-    batch.step()
-    assert batch.took() == {path}
+def test_a_path_that_is_set_is_taken_whatever_it_costs() -> None:
+    assert (
+        DecodePolicy("shared", {0: COSTS}).choose(0, [300, 300, 9000], [Cluster((0, 1), 1)])
+        == "shared"
+    )
+    assert DecodePolicy("shared", {0: COSTS}).choose(0, [5000] * 8, []) == "ragged", (
+        "nothing is shared"
+    )
 
 
 @pytest.mark.parametrize(("costs", "path"), [(COSTS, "shared"), (None, "ragged")])
@@ -180,8 +196,14 @@ def test_layer_groups_take_the_kernel_where_it_was_measured_as_cheaper() -> None
     assert batch.arena.decode.path_counts == {"kernel": 2, "ragged": 2}, "windows were not measured"
 
 
-@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=9), st.integers(1, 8), st.integers(1, 3))
-def test_dividing_keeps_every_head_of_every_member_once(readings: list[tuple[int, int]], heads: int, streams: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=9),
+    st.integers(1, 8),
+    st.integers(1, 3),
+)
+def test_dividing_keeps_every_head_of_every_member_once(
+    readings: list[tuple[int, int]], heads: int, streams: int
+) -> None:
     shares = [Share((i,), cost * n, (0, heads)) for i, (cost, n) in enumerate(readings)]
     loads = divide(shares, streams)
     assert len(loads) == streams
@@ -195,18 +217,30 @@ def test_dividing_keeps_every_head_of_every_member_once(readings: list[tuple[int
 def test_a_cluster_attends_like_each_of_its_members(sinks: bool, dtype: mx.Dtype) -> None:
     lengths, kv_heads, heads = [3, 200, 40], 2, 6
     queries = mx.random.normal((3, heads, 1, 16)).astype(dtype)
-    shared = [(mx.random.normal((1, kv_heads, n, 16)), mx.random.normal((1, kv_heads, n, 24))) for n in (256, 512)]
-    own = [[(mx.random.normal((1, kv_heads, n, 16)), mx.random.normal((1, kv_heads, n, 24)))] for n in lengths]
+    shared = [
+        (mx.random.normal((1, kv_heads, n, 16)), mx.random.normal((1, kv_heads, n, 24)))
+        for n in (256, 512)
+    ]
+    own = [
+        [(mx.random.normal((1, kv_heads, n, 16)), mx.random.normal((1, kv_heads, n, 24)))]
+        for n in lengths
+    ]
     shared, own = (
         [(k.astype(dtype), v.astype(dtype)) for k, v in shared],
         [[(k.astype(dtype), v.astype(dtype)) for k, v in views] for views in own],
     )
     sink = mx.random.normal((heads,)).astype(dtype) if sinks else None
     grouped = group_queries(queries, kv_heads, 0.25)
-    found = attend_cluster(grouped, shared, own, None if sink is None else sink.reshape(kv_heads, -1)).reshape(3, heads, 1, -1)
+    found = attend_cluster(
+        grouped, shared, own, None if sink is None else sink.reshape(kv_heads, -1)
+    ).reshape(3, heads, 1, -1)
     for i in range(3):
-        keys, values = (mx.concatenate([pair[j] for pair in [*shared, *own[i]]], axis=2) for j in (0, 1))
-        expected = mx.fast.scaled_dot_product_attention(queries[i : i + 1], keys, values, scale=0.25, mask=None, sinks=sink)
+        keys, values = (
+            mx.concatenate([pair[j] for pair in [*shared, *own[i]]], axis=2) for j in (0, 1)
+        )
+        expected = mx.fast.scaled_dot_product_attention(
+            queries[i : i + 1], keys, values, scale=0.25, mask=None, sinks=sink
+        )
         assert mx.allclose(found[i], expected[0], atol=1e-6 if dtype == mx.float32 else 2e-2)
 
 
@@ -216,7 +250,9 @@ def stock_model(name: str, wide: bool) -> Any:
 
 
 class Batch:
-    """Sequences of a pool in one batch, and mlx-lm's own single caches, over rounded rows with `bits`, with the same tokens."""
+    """Sequences of a pool in one batch, and mlx-lm's own single caches, over rounded rows with
+    `bits`, with the same tokens.
+    """
 
     def __init__(
         self,
@@ -227,14 +263,19 @@ class Batch:
         bits: KVBits | None = None,
         costs: PathCosts | None = None,
     ) -> None:
-        self.model, self.stock = make_model(name, **(WIDE if bits else {})), stock_model(name, bits is not None)
-        self.arena = KVArena(spec_of_loaded(self.model).with_bits(bits), pool_bytes)
+        self.model, self.stock = (
+            make_model(name, **(WIDE if bits else {})),
+            stock_model(name, bits is not None),
+        )
+        self.arena = KVArena(describe(self.model).with_bits(bits), pool_bytes)
         assert self.arena.spec.bits == bits
-        self.arena.ragged = bind(self.model) > 0
+        self.arena.capabilities = Capabilities("ragged" if bind(self.model) else None)
         self.arena.decode.path, self.arena.decode.streams = path, streams
         if path == "kernel":
             trust(self.arena)
-        self.arena.decode.costs = {} if costs is None else dict.fromkeys(self.arena.full_groups, costs)
+        self.arena.decode.costs = (
+            {} if costs is None else dict.fromkeys(self.arena.full_groups, costs)
+        )
         self.caches: list[Any] = []
         self.needed: list[list[Any]] = []
         self.tokens: list[int] = []
@@ -273,13 +314,19 @@ class Batch:
         """One token of each; logits and greedy tokens are those of single stock sequences."""
         logits = self.model(mx.array(self.tokens)[:, None], cache=self.caches)[:, -1]
         expected = mx.concatenate(
-            [self.stock(mx.array([[t]]), cache=c)[:, -1] for t, c in zip(self.tokens, self.needed, strict=True)]
+            [
+                self.stock(mx.array([[t]]), cache=c)[:, -1]
+                for t, c in zip(self.tokens, self.needed, strict=True)
+            ]
         )
-        # A word may be rounded the other way after another order of sums; other bits change these models' logits by a fifth.
+        # A word may be rounded the other way after another order of sums; other bits change these
+        # models' logits by a fifth.
         tolerance = 2e-4 if self.arena.spec.bits is None else 1e-2
         assert mx.abs(logits - expected).max() < tolerance * mx.abs(expected).max()
         self.tokens = mx.argmax(expected, axis=-1).tolist()
-        assert mx.argmax(logits, axis=-1).tolist() == self.tokens or self.arena.spec.bits is not None
+        assert (
+            mx.argmax(logits, axis=-1).tolist() == self.tokens or self.arena.spec.bits is not None
+        )
 
     def took(self) -> set[str]:
         """The paths since the last call."""
@@ -298,8 +345,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("bits", BITS, ids=str)
-def test_forced_paths_answer_as_stock_through_joins_and_leaves(name: str, path: str, count: int, bits: KVBits | None) -> None:
-    """Around 299 and 127 tokens the windows of gemma3_text and gpt_oss are before, at and after their wrap."""
+def test_forced_paths_answer_as_stock_through_joins_and_leaves(
+    name: str, path: str, count: int, bits: KVBits | None
+) -> None:
+    """Around 299 and 127 tokens the windows of gemma3_text and gpt_oss are before, at and after
+    their wrap.
+    """
     batch = Batch(name, path, streams=1 + count % 4 // 2, bits=bits)
     batch.join_forks(prompt(296), count)
     for _ in range(3):
@@ -353,8 +404,13 @@ def test_several_clusters_and_members_outside_of_them(streams: int) -> None:
         batch.join(*copy.deepcopy(second), 11 + i)
     for _ in range(3):
         batch.step()
-    clusters = find_clusters([c.sequence.tables[0].ids[: c.offset // 256] for c in batch.caches[0].members])
-    assert sorted(clusters, key=lambda c: c.members) == [Cluster((0, 3, 6), 2), Cluster((2, 5, 8), 1)]
+    clusters = find_clusters(
+        [c.sequence.tables[0].ids[: c.offset // 256] for c in batch.caches[0].members]
+    )
+    assert sorted(clusters, key=lambda c: c.members) == [
+        Cluster((0, 3, 6), 2),
+        Cluster((2, 5, 8), 1),
+    ]
     assert batch.took() == {"shared"}
 
 
@@ -362,7 +418,8 @@ def test_a_shared_prefix_of_several_runs() -> None:
     batch = Batch("llama", "shared")
     mine, needed = batch.prefill(prompt(300))
     other = batch.prefill(prompt(300, 1))
-    # The block behind the prefix is taken: the next fork's goes elsewhere, and is shared in its turn.
+    # The block after the prefix is taken: the next fork's goes elsewhere, and is shared in its
+    # turn.
     forked = copy.deepcopy((mine, needed))
     for model, caches in ((batch.model, forked[0]), (batch.stock, forked[1])):
         mx.eval(model(mx.array([prompt(600, 2)]), cache=caches))
@@ -377,7 +434,7 @@ def test_a_shared_prefix_of_several_runs() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_forks_in_one_partial_block_go_on_without_disturbing_each_other(path: str) -> None:
+def test_forks_in_one_partial_block_continue_without_disturbing_each_other(path: str) -> None:
     batch = Batch("llama", path)
     batch.join_forks(prompt(256 + 30), 4)
     mine = [c.sequence for c in batch.caches[0].members]
@@ -397,7 +454,9 @@ def test_forks_in_one_partial_block_go_on_without_disturbing_each_other(path: st
     streams=st.integers(1, 2),
     bits=st.sampled_from(BITS),
 )
-def test_random_batches_answer_as_stock(seed: int, name: str, path: str, streams: int, bits: KVBits | None) -> None:
+def test_random_batches_answer_as_stock(
+    seed: int, name: str, path: str, streams: int, bits: KVBits | None
+) -> None:
     rng = random.Random(seed)
     batch = Batch(name, path, streams, bits=bits, costs=COSTS)
     lengths = [5, 126, 127, 128, 254, 255, 256, 290, 300, 511]
@@ -433,7 +492,7 @@ def test_pipelined_steps_move_no_slab(path: str, streams: int, bits: KVBits | No
     mx.eval(tokens)
     assert addresses(batch.arena) == before
     assert batch.took() == {path}
-    assert mx.get_peak_memory() - base < sum(a.nbytes for a in batch.arena.arrays()) // 2 or path == "padded"
+    assert mx.get_peak_memory() - base < sum(a.nbytes for a in batch.arena.arrays()) // 2
 
 
 def addresses(slabs: Any) -> list[int]:
@@ -465,7 +524,9 @@ def test_every_member_writes_its_own_token_wherever_its_slab_is() -> None:
         layer.update_and_fetch(*numbered(5000, 1, batch=5))
         for row, member in enumerate(layer.members):
             place = member.ring_index - 1 if hasattr(member, "ring_index") else member.offset - 1
-            assert mx.array_equal(member.keys[:, :, place : place + 1], numbered(5000, 1, batch=5)[0][row : row + 1])
+            assert mx.array_equal(
+                member.keys[:, :, place : place + 1], numbered(5000, 1, batch=5)[0][row : row + 1]
+            )
 
 
 def test_a_step_is_worked_out_once_for_the_layers_of_a_group() -> None:
@@ -487,3 +548,32 @@ def test_a_remembered_step_keeps_no_blocks() -> None:
     del batch
     assert all(c.held == 0 for c in slabs.pool.settle())
     slabs.pool.check()
+
+
+@pytest.mark.parametrize(("bits", "most"), [(None, 220), (KVBits(8, 8), 244)], ids=str)
+def test_a_step_of_two_members_makes_few_python_calls(bits: KVBits | None, most: int) -> None:
+    """Counted for two layers with Python 3.11; later versions make fewer, as they inline
+    comprehensions.
+    """
+    model = make_model("llama", **(WIDE if bits else {}))
+    arena = open_pool(model, 30_000_000, PoolConfig(bits=bits))
+    arena.decode.streams = 1
+    sequences = [make_prompt_cache(model, arena) for _ in range(2)]
+    for caches, length in zip(sequences, (20, 21), strict=True):
+        mx.eval(model(mx.array([prompt(length)]), cache=caches))
+    batch, token = batch_of(sequences), mx.array([[1], [1]])
+    mx.eval(model(token, cache=batch))
+    names: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "mlx_blockpool" in frame.f_code.co_filename:
+            names.append(frame.f_code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        out = model(token, cache=batch)
+    finally:
+        sys.setprofile(before)
+    mx.eval(out)
+    assert 0 < len(names) <= most, Counter(names).most_common(20)

@@ -14,9 +14,8 @@ from kernel.trusted import emulator, trust
 from mlx_blockpool.kernel.source import KernelText
 from mlx_blockpool.kv import kernel_attention
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import pooled_caches
-from mlx_blockpool.kv.kernel_attention import num_spares
-from mlx_blockpool.kv.parts import batch_of
+from mlx_blockpool.kv.capabilities import RAGGED
+from mlx_blockpool.kv.prompt_cache import batch_of, pooled_caches
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -28,8 +27,9 @@ FULL, WINDOW = FullLayer(HEADS, KEY_DIM, VALUE_DIM), WindowLayer(HEADS, KEY_DIM,
 
 def make_arena(*layers: FullLayer) -> KVArena:
     spec = ModelCacheSpec("test", layers, "float32")
-    arena = trust(KVArena(spec, 16 * sum(spec.bytes_per_block(group) for group in spec.groups)))
-    arena.ragged = True
+    arena = KVArena(spec, 16 * sum(spec.bytes_per_block(group) for group in spec.groups))
+    arena.capabilities = RAGGED
+    trust(arena)
     return arena
 
 
@@ -38,7 +38,9 @@ def random(batch: int, heads: int, tokens: int, dim: int, seed: int) -> mx.array
 
 
 def rows(batch: int, tokens: int) -> tuple[mx.array, mx.array]:
-    return random(batch, HEADS, tokens, KEY_DIM, tokens), random(batch, HEADS, tokens, VALUE_DIM, 1000 + tokens)
+    return random(batch, HEADS, tokens, KEY_DIM, tokens), random(
+        batch, HEADS, tokens, VALUE_DIM, 1000 + tokens
+    )
 
 
 def address(array: mx.array) -> int:
@@ -73,7 +75,9 @@ def step(batch: list[Any], members: int) -> list[mx.array]:
     for layer in batch:
         keys, values = rows(members, 1)
         layer.update_and_fetch(keys, values)
-        found.append(layer.attend(random(members, 2 * HEADS, 1, KEY_DIM, 3), keys, values, 0.5, None, None))
+        found.append(
+            layer.attend(random(members, 2 * HEADS, 1, KEY_DIM, 3), keys, values, 0.5, None, None)
+        )
     mx.eval(found)
     return found
 
@@ -86,13 +90,17 @@ def test_slabs_are_passed_where_they_lie_and_once(layer: FullLayer) -> None:
     assert [each.shape for each in out] == [(4, 2 * HEADS, 1, VALUE_DIM)] * 2
     slabs = {address(array) for array in arena.arrays()}
     assert len(slabs) == len(arena.arrays())
-    attends = [found for name, found in zip(watched.names, watched.addresses, strict=True) if "attend" in name]
+    attends = [
+        found
+        for name, found in zip(watched.names, watched.addresses, strict=True)
+        if "attend" in name
+    ]
     assert len(attends) == 2
     assert len({work for _, work, *_ in attends}) == 1, "one work list for both layers"
     for _, _, _, *sources in attends:
-        assert len(set(sources)) == len(sources)
         read = [source for source in sources if source in slabs]
-        # Spare sources make it a power of two.
+        assert len(set(read)) == len(read)
+        # Sources of which nothing is read make it a power of two.
         assert len(read) > len(sources) // 2
         assert read == sources[: len(read)]
 
@@ -100,15 +108,11 @@ def test_slabs_are_passed_where_they_lie_and_once(layer: FullLayer) -> None:
 def test_a_plan_is_made_once_for_the_layers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     made = kernel_attention.plan_of
-    monkeypatch.setattr(kernel_attention, "plan_of", lambda *given: plans.append(given) or made(*given))
+    monkeypatch.setattr(
+        kernel_attention, "plan_of", lambda *given: plans.append(given) or made(*given)
+    )
     batch = batch_in(make_arena(FULL, FULL), [100, 256])
     step(batch, 2)
     assert len(plans) == 1
     step(batch, 2)
     assert len(plans) == 2
-
-
-def test_a_device_compiles_for_few_numbers_of_sources() -> None:
-    found = {sources + num_spares(sources, 13) for sources in range(1, 14)}
-    assert found == {1, 2, 4, 8, 13}
-    assert [sources + num_spares(sources, 13) for sources in (14, 16, 26, 27)] == [14, 17, 26, 27]

@@ -1,4 +1,6 @@
-"""A kernel is trusted where its attention is that of the ragged path on this device, and only there."""
+"""A kernel is trusted where its attention is that of the ragged path on this device, and only
+there.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kernel.source import KernelText
 from mlx_blockpool.kv import decode_policy, kernel_trial
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import open_pool, spec_of_loaded
-from mlx_blockpool.kv.kernel_trial import try_kernel
+from mlx_blockpool.kv.build import describe, open_pool
+from mlx_blockpool.kv.capabilities import RAGGED
+from mlx_blockpool.kv.kernel_trial import refused_kernels
 
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 BITS = [None, KVBits(8, 8), KVBits(4, 4, 32), KVBits(8, None), KVBits(None, 4)]
@@ -31,7 +34,12 @@ Outputs = list[mx.array]
 
 
 def opened(
-    monkeypatch: pytest.MonkeyPatch, launch: Any, name: str = "llama", bits: KVBits | None = None, path: str = "auto", **more: Any
+    monkeypatch: pytest.MonkeyPatch,
+    launch: Any,
+    name: str = "llama",
+    bits: KVBits | None = None,
+    path: str = "auto",
+    **more: Any,
 ) -> KVArena:
     monkeypatch.setattr(decode_policy, "device_launcher", lambda: launch)
     model = make_model(name, **(WIDE if bits else {}), **more)
@@ -40,17 +48,24 @@ def opened(
 
 def wrong(change: Callable[[KernelText, Outputs], Outputs]) -> Any:
     """A launcher whose results are changed."""
-    return lambda text, inputs, grid, group, shapes, dtypes: change(text, emulator()(text, inputs, grid, group, shapes, dtypes))
+    return lambda text, inputs, grid, group, shapes, dtypes: change(
+        text, emulator()(text, inputs, grid, group, shapes, dtypes)
+    )
 
 
 @emulated
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", BITS, ids=str)
-def test_a_kernel_that_is_right_is_trusted(monkeypatch: pytest.MonkeyPatch, name: str, bits: KVBits | None) -> None:
-    decode = opened(monkeypatch, emulator(), name, bits).decode
-    assert (decode.trusted, decode.no_kernel) == ({0, 1} if name in ("gemma3_text", "gpt_oss") else {0}, {})
-    assert decode.path_counts == {}, "what was tried is not counted"
+def test_a_kernel_that_is_right_is_trusted(
+    monkeypatch: pytest.MonkeyPatch, name: str, bits: KVBits | None
+) -> None:
+    arena = opened(monkeypatch, emulator(), name, bits)
+    assert (arena.capabilities.kernels, arena.capabilities.no_kernel) == (
+        {0, 1} if name in ("gemma3_text", "gpt_oss") else {0},
+        {},
+    )
+    assert arena.decode.path_counts == {}, "what was tried is not counted"
 
 
 @emulated
@@ -59,7 +74,7 @@ def test_rounding_of_16_bits_is_no_error(monkeypatch: pytest.MonkeyPatch, dtype:
     monkeypatch.setattr(decode_policy, "device_launcher", emulator)
     model = make_model("gemma3_text")
     model.set_dtype(dtype)
-    assert open_pool(model, 60_000_000).decode.trusted == {0, 1}
+    assert open_pool(model, 60_000_000).capabilities.kernels == {0, 1}
 
 
 def shifted(text: KernelText, outputs: Outputs) -> Outputs:
@@ -79,15 +94,20 @@ def not_a_number(text: KernelText, outputs: Outputs) -> Outputs:
 @emulated
 @pytest.mark.parametrize("change", [shifted, swapped, not_a_number])
 def test_a_kernel_that_is_wrong_is_not_trusted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Callable[[KernelText, Outputs], Outputs]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[KernelText, Outputs], Outputs],
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        decode = opened(monkeypatch, wrong(change), "gemma3_text").decode
-    assert decode.trusted == set()
-    assert set(decode.no_kernel) == {0, 1}
-    assert all(why.startswith("its results are off by ") for why in decode.no_kernel.values())
+        found = opened(monkeypatch, wrong(change), "gemma3_text").capabilities
+    assert found.kernels == set()
+    assert set(found.no_kernel) == {0, 1}
+    assert all(why.startswith("its results are off by ") for why in found.no_kernel.values())
     (record,) = [each for each in caplog.records if "kernel" in each.getMessage()]
-    assert "decodes without the kernel in 2 of 2 layer groups: its results are off by" in record.getMessage()
+    assert (
+        "decodes without the kernel in 2 of 2 layer groups: its results are off by"
+        in record.getMessage()
+    )
 
 
 @emulated
@@ -102,7 +122,7 @@ def test_a_key_that_is_not_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
             inputs = [queries, mx.where(is_count & (work > 1), work - 1, work), *others]
         return emulator()(text, inputs, *rest)
 
-    assert opened(monkeypatch, short).decode.trusted == set()
+    assert opened(monkeypatch, short).capabilities.kernels == set()
 
 
 @emulated
@@ -115,51 +135,58 @@ def test_a_mask_that_is_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
             inputs = [queries, mx.where(is_mask, -1, work), *others]
         return emulator()(text, inputs, *rest)
 
-    assert opened(monkeypatch, sees_all, "gpt_oss").decode.trusted == set()
+    assert opened(monkeypatch, sees_all, "gpt_oss").capabilities.kernels == set()
 
 
 def test_a_kernel_that_raises_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = opened(monkeypatch, Mock(side_effect=RuntimeError("no such function")))
-    assert arena.decode.no_kernel == {0: "it failed: RuntimeError: no such function"}
-    assert arena.decode.trusted == set()
-    assert arena.ragged
+    assert arena.capabilities.no_kernel == {0: "it failed: RuntimeError: no such function"}
+    assert arena.capabilities.kernels == set()
+    assert arena.capabilities.ragged
 
 
-def test_a_model_that_cannot_be_asked_is_loaded_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_trial, "asked_of", Mock(side_effect=RuntimeError("out of memory")))
+def test_a_model_whose_queries_cannot_be_captured_is_loaded_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        kernel_trial, "capture_attention_inputs", Mock(side_effect=RuntimeError("out of memory"))
+    )
     arena = opened(monkeypatch, Mock(side_effect=AssertionError))
-    assert arena.decode.no_kernel == {0: "a decode step of the model failed: RuntimeError: out of memory"}
-    assert arena.decode.trusted == set()
-    assert arena.ragged
+    assert arena.capabilities.no_kernel == {
+        0: "a decode step of the model failed: RuntimeError: out of memory"
+    }
+    assert arena.capabilities.kernels == set()
+    assert arena.capabilities.ragged
 
 
-def test_nothing_is_tried_where_another_path_is_set(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_tried_where_another_path_is_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        decode = opened(monkeypatch, Mock(side_effect=AssertionError), path="ragged").decode
-    assert (decode.trusted, decode.no_kernel) == (set(), {0: "the decode path is set to ragged"})
+        found = opened(monkeypatch, Mock(side_effect=AssertionError), path="ragged").capabilities
+    assert (found.kernels, found.no_kernel) == (set(), {0: "the decode path is set to ragged"})
     assert "kernel" not in caplog.text
 
 
 def test_dims_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = opened(monkeypatch, Mock(side_effect=AssertionError), head_dim=20)
-    assert arena.decode.no_kernel == {0: "rows of 20 elements are not of 8, 16, .. 256"}
+    assert arena.capabilities.no_kernel == {0: "rows of 20 elements; supported are 8, 16, .. 256"}
 
 
 def test_batches_that_are_not_ragged_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_policy, "device_launcher", lambda: Mock(side_effect=AssertionError))
     arena = open_pool(make_architecture("gemma2"), 60_000_000)
-    assert not arena.ragged
-    assert set(arena.decode.no_kernel.values()) == {"batches of this model are not ragged"}
+    assert not arena.capabilities.ragged
+    assert set(arena.capabilities.no_kernel.values()) == {"batches of this model are not ragged"}
 
 
 def test_several_ranks_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     monkeypatch.setattr(decode_policy, "device_launcher", lambda: Mock(side_effect=AssertionError))
-    arena = KVArena(spec_of_loaded(model), 60_000_000)
-    arena.ragged = True
-    try_kernel(model, arena, Mock(size=2))
-    assert arena.decode.no_kernel == {0: "several ranks compute together, whose kernels are not tried"}
-    assert arena.decode.trusted == set()
+    arena = KVArena(describe(model), 60_000_000)
+    arena.capabilities = RAGGED
+    found = refused_kernels(model, arena, Mock(decides=False))
+    assert found == {0: "several ranks compute together, whose kernels are not tried"}
 
 
 @pytest.mark.parametrize(("path", "warned"), [("kernel", 1), ("auto", 0)])
@@ -169,11 +196,18 @@ def test_a_device_without_a_kernel_is_ragged(
     with caplog.at_level(logging.WARNING):
         decode = opened(monkeypatch, None, path=path).decode
     assert decode.choose(0, [300, 300], []) == "ragged"
-    assert len([each for each in caplog.records if "without the kernel in 1 of 1" in each.getMessage()]) == warned
+    assert (
+        len(
+            [each for each in caplog.records if "without the kernel in 1 of 1" in each.getMessage()]
+        )
+        == warned
+    )
 
 
 @emulated
-def test_what_is_tried_leaves_random_numbers_and_the_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_tried_leaves_random_numbers_and_the_pool_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mx.random.seed(7)
     arena = opened(monkeypatch, emulator(), "gpt_oss")
     drawn = mx.random.uniform()

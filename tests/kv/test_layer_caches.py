@@ -1,4 +1,6 @@
-"""PooledKVCache and PooledRotatingKVCache against mlx-lm's own, operation by operation: every result equal to the bit."""
+"""PooledKVCache and PooledRotatingKVCache against mlx-lm's own, operation by operation: every
+result equal to the bit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from thorough import tried
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import pooled_caches
+from mlx_blockpool.kv.prompt_cache import pooled_caches
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 
 STEPS = st.lists(
@@ -30,7 +32,9 @@ STEPS = st.lists(
 )
 
 
-def apply(step: tuple[str, int], caches: list[Any], clock: list[int], tokens: Any = numbered) -> list[Any]:
+def apply(
+    step: tuple[str, int], caches: list[Any], clock: list[int], tokens: Any = numbered
+) -> list[Any]:
     """Do one step with every cache, with `tokens` for what is written; what each returned."""
     name, count = step
     if name == "trim":
@@ -73,7 +77,8 @@ def test_full_layer_follows_kvcache(steps: list[tuple[str, int]]) -> None:
         assert_same(ours, stock)
         for n in (1, 7):
             assert_equal_masks(
-                ours.make_mask(n, return_array=False, window_size=None), stock.make_mask(n, return_array=False, window_size=None)
+                ours.make_mask(n, return_array=False, window_size=None),
+                stock.make_mask(n, return_array=False, window_size=None),
             )
     del ours
     slabs.pool.check()
@@ -82,11 +87,15 @@ def test_full_layer_follows_kvcache(steps: list[tuple[str, int]]) -> None:
 
 @tried(30, 800)
 @given(STEPS, st.sampled_from([(128, 0), (256, 0), (300, 0), (300, 4), (700, 4)]))
-def test_window_layer_follows_rotating_kvcache(steps: list[tuple[str, int]], window: tuple[int, int]) -> None:
+def test_window_layer_follows_rotating_kvcache(
+    steps: list[tuple[str, int]], window: tuple[int, int]
+) -> None:
     slabs = make_slabs(window, blocks=200)
     ours, stock, clock = pooled_caches(slabs)[2], RotatingKVCache(*window), [0]
     for step in steps:
-        assert_equal_masks(ours.make_mask(9, window_size=window[0]), stock.make_mask(9, window_size=window[0]))
+        assert_equal_masks(
+            ours.make_mask(9, window_size=window[0]), stock.make_mask(9, window_size=window[0])
+        )
         assert_equal_results(apply(step, [ours, stock], clock))
         assert ours.offset == stock.offset
         assert ours.size() == stock.size()
@@ -134,7 +143,9 @@ def test_fork_shares_blocks_until_one_of_them_writes() -> None:
     assert mine[:2] == theirs[:2]
     assert mine[2] != theirs[2]
     assert fork[0].keys[0, 0, 600, 0].item() == 5000
-    assert fork[1].keys[0, 0, 599, 0].item() == 599, "the copied block has what the other layers wrote"
+    assert fork[1].keys[0, 0, 599, 0].item() == 599, (
+        "the copied block has what the other layers wrote"
+    )
     assert ours[0].keys.shape[2] == 600
     slabs.pool.check()
 
@@ -152,16 +163,23 @@ def test_state_goes_round_through_the_setter() -> None:
             one.update_and_fetch(*numbered(start, count))
         two.state = one.state
         assert two.offset == one.offset
-        assert_equal_results([two.update_and_fetch(*numbered(502, 1)), one.update_and_fetch(*numbered(502, 1))])
+        assert_equal_results(
+            [two.update_and_fetch(*numbered(502, 1)), one.update_and_fetch(*numbered(502, 1))]
+        )
 
 
 def test_stock_state_can_be_taken_over() -> None:
     slabs = make_slabs((300, 4))
-    for ours, stock in ((pooled_caches(slabs)[0], KVCache()), (pooled_caches(slabs)[2], RotatingKVCache(300, 4))):
+    for ours, stock in (
+        (pooled_caches(slabs)[0], KVCache()),
+        (pooled_caches(slabs)[2], RotatingKVCache(300, 4)),
+    ):
         for start, count in ((0, 200), (200, 250), (450, 1)):
             stock.update_and_fetch(*numbered(start, count))
         ours.state = stock.state
-        assert_equal_results([ours.update_and_fetch(*numbered(451, 1)), stock.update_and_fetch(*numbered(451, 1))])
+        assert_equal_results(
+            [ours.update_and_fetch(*numbered(451, 1)), stock.update_and_fetch(*numbered(451, 1))]
+        )
 
 
 def test_from_state_gives_mlx_lms_own_cache() -> None:
@@ -171,7 +189,9 @@ def test_from_state_gives_mlx_lms_own_cache() -> None:
         ours.update_and_fetch(*numbered(0, 290))
         stock = type(ours).from_state(ours.state)
         assert type(stock) is kind
-        assert_equal_results([ours.update_and_fetch(*numbered(290, 1)), stock.update_and_fetch(*numbered(290, 1))])
+        assert_equal_results(
+            [ours.update_and_fetch(*numbered(290, 1)), stock.update_and_fetch(*numbered(290, 1))]
+        )
 
 
 def test_saved_by_mlx_lm_from_stock_copies(tmp_path: Any) -> None:
@@ -182,7 +202,10 @@ def test_saved_by_mlx_lm_from_stock_copies(tmp_path: Any) -> None:
     file = str(tmp_path / "cache.safetensors")
     save_prompt_cache(file, [type(c).from_state(c.state) for c in ours])
     loaded = load_prompt_cache(file)
-    assert all(mx.array_equal(a.keys_and_values()[0], b.keys_and_values()[0]) for a, b in zip(loaded, ours, strict=True))
+    assert all(
+        mx.array_equal(a.keys_and_values()[0], b.keys_and_values()[0])
+        for a, b in zip(loaded, ours, strict=True)
+    )
 
 
 def test_to_quantized_equals_stocks() -> None:
@@ -214,8 +237,10 @@ def test_nbytes_counts_whole_blocks() -> None:
     count=st.sampled_from([1, 2, 5, 32, 260]),
     reserved=st.integers(0, 2),
 )
-def test_a_run_takes_no_more_blocks_than_it_is_said_to_miss(held: list[int], is_shared: bool, count: int, reserved: int) -> None:
-    """A run is written as one chunk and the token behind it."""
+def test_a_run_takes_no_more_blocks_than_it_is_said_to_miss(
+    held: list[int], is_shared: bool, count: int, reserved: int
+) -> None:
+    """A run is written as one chunk and the token after it."""
     slabs = make_slabs((300, 4), layers=1)
     caches = pooled_caches(slabs)
     for tokens in held:

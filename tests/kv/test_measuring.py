@@ -1,10 +1,13 @@
-"""What steps cost on this device: which steps are measured, that they take turns, and that nothing of it stays."""
+"""What steps cost on this device: which steps are measured, that they take turns, and that
+nothing of it stays.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +19,9 @@ from models import make_model
 from mlx_blockpool.errors import PoolExhaustedError, UnmeasurableError
 from mlx_blockpool.kv import measuring
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.attach import attach
-from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, spec_of_loaded
+from mlx_blockpool.kv.build import attach, describe, open_pool
 from mlx_blockpool.kv.measuring import Scratch, Stopwatch, measure_curve, medians
+from mlx_blockpool.kv.prompt_cache import make_prompt_cache
 
 
 @pytest.fixture
@@ -59,11 +62,11 @@ class StoppedError(Exception):
 def stops_after(times: int) -> Callable[[], None]:
     left = itertools.count(times, -1)
 
-    def look() -> None:
+    def interrupt() -> None:
         if next(left) == 0:
             raise StoppedError
 
-    return look
+    return interrupt
 
 
 def test_something_else_goes_before_each_run(clock: list[float]) -> None:
@@ -72,12 +75,14 @@ def test_something_else_goes_before_each_run(clock: list[float]) -> None:
     for times in range(6):
         ran.clear()
         with pytest.raises(StoppedError):
-            medians(cases, 1.0, rounds=2, look=stops_after(times))
+            medians(cases, 1.0, rounds=2, interrupt=stops_after(times))
         assert ran == [*"ababab"][:times]
-    assert set(medians(cases, 1.0, rounds=2, look=stops_after(6))) == {"a", "b"}
+    assert set(medians(cases, 1.0, rounds=2, interrupt=stops_after(6))) == {"a", "b"}
 
 
-def test_what_has_no_time_is_left_out_and_the_rest_is_measured_once_at_least(clock: list[float]) -> None:
+def test_what_has_no_time_is_left_out_and_the_rest_is_measured_once_at_least(
+    clock: list[float],
+) -> None:
     ran: list[Any] = []
     found = medians({count: taking(0.2 * count, clock, ran, count) for count in (1, 2, 4, 8)}, 1.0)
     # The third one has begun before half of the time was over.
@@ -87,10 +92,17 @@ def test_what_has_no_time_is_left_out_and_the_rest_is_measured_once_at_least(clo
 
 
 @pytest.mark.parametrize(
-    ("on", "overlaps", "seconds"), [("metal", True, 9.0), ("metal", False, 9.0), ("cpu", True, 3.0), ("cpu", False, 4.0)]
+    ("on", "overlaps", "seconds"),
+    [("metal", True, 9.0), ("metal", False, 9.0), ("cpu", True, 3.0), ("cpu", False, 4.0)],
 )
-def test_on_a_processor_its_own_time_counts(on: str, overlaps: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, times in (("perf_counter", [100.0, 109.0]), ("process_time", [10.0, 14.0]), ("thread_time", [1.0, 2.0])):
+def test_on_a_processor_its_own_time_counts(
+    on: str, overlaps: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, times in (
+        ("perf_counter", [100.0, 109.0]),
+        ("process_time", [10.0, 14.0]),
+        ("thread_time", [1.0, 2.0]),
+    ):
         monkeypatch.setattr(measuring.time, name, iter(times).__next__)
     monkeypatch.setattr(measuring, "device", lambda: on)
     with Stopwatch(overlaps) as watch:
@@ -111,16 +123,17 @@ def test_the_curve_of_a_model_that_verifies_by_rows(name: str) -> None:
     assert [(c.held, c.reserved) for c in arena.pool.settle()] == [(0, 0)] * len(arena.spec.groups)
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("few_cases")
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "lfm2"])
 @pytest.mark.parametrize("times", [0, 3, 10])
 def test_a_pool_has_its_blocks_back_when_measuring_is_stopped(name: str, times: int) -> None:
     model = pooled.make_model(name)
     arena = open_pool(model, 40_000_000)
-    assert arena.verifies is not None
+    assert arena.capabilities.verifies is not None
     arena.decode.path_counts["ragged"] = 3
     with pytest.raises(StoppedError):
-        measure_curve(model, arena, seconds=1e9, look=stops_after(times))
+        measure_curve(model, arena, seconds=1e9, interrupt=stops_after(times))
     arena.pool.check()
     assert not any(c.held or c.reserved for c in arena.pool.settle())
     assert (arena.running_bytes, arena.decode.path_counts) == (0, {"ragged": 3})
@@ -146,15 +159,24 @@ def test_the_least_cases_have_five_times_as_long_and_no_more(clock: list[float])
 
 
 @pytest.mark.parametrize("counts", ["watch", "wall"])
-def test_a_model_whose_forwards_take_too_long_is_not_measured(counts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_forwards_take_too_long_is_not_measured(
+    counts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, forwards = make_model("llama"), list[Any]()
     arena = open_pool(model, 40_000_000)
     watched, ticks = (0.21, 9.0) if counts == "watch" else (9.0, 0.21)
-    monkeypatch.setattr(measuring, "Stopwatch", lambda: nullcontext(SimpleNamespace(seconds=watched)))
+    monkeypatch.setattr(
+        measuring, "Stopwatch", lambda: nullcontext(SimpleNamespace(seconds=watched))
+    )
     monkeypatch.setattr(measuring.time, "perf_counter", itertools.count(0.0, ticks).__next__)
     tokens = Scratch._tokens
-    monkeypatch.setattr(Scratch, "_tokens", lambda *given: forwards.append(given[1:]) or tokens(*given))
-    with pytest.raises(UnmeasurableError, match=r"^a forward of one token takes 0\.21 seconds, too long to measure others$"):
+    monkeypatch.setattr(
+        Scratch, "_tokens", lambda *given: forwards.append(given[1:]) or tokens(*given)
+    )
+    with pytest.raises(
+        UnmeasurableError,
+        match=r"^a forward of one token takes 0\.21 seconds, too long to measure others$",
+    ):
         measure_curve(model, arena, seconds=2.0)
     assert forwards == [(1, 32), (1, 1), (1, 1)]
     assert [(c.held, c.reserved) for c in arena.pool.settle()] == [(0, 0)] * len(arena.spec.groups)
@@ -165,10 +187,10 @@ def test_a_model_whose_forwards_take_too_long_is_not_measured(counts: str, monke
 def test_the_curve_of_a_model_that_verifies_one_sequence_alone(name: str) -> None:
     model = pooled.make_model(name)
     arena = open_pool(model, 40_000_000)
-    arena.verifies = "alone"
+    arena.capabilities = replace(arena.capabilities, verifies="alone")
     curve = measure_curve(model, arena, seconds=1e9)
     assert [count for count, _ in curve.rows] == [1, 2]
-    assert [count for count, _ in curve.pipelined] == ([1, 2] if arena.ragged else [1])
+    assert [count for count, _ in curve.pipelined] == ([1, 2] if arena.capabilities.ragged else [1])
     assert not any(c.held for c in arena.pool.settle())
     assert arena.running_bytes == 0
 
@@ -176,8 +198,8 @@ def test_the_curve_of_a_model_that_verifies_one_sequence_alone(name: str) -> Non
 def test_a_small_pool_has_a_curve_of_fewer_members_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "ROUNDS", 1)
     model = make_model("llama")
-    block = spec_of_loaded(model).bytes_per_block(spec_of_loaded(model).groups[0])
-    arena = KVArena(spec_of_loaded(model), 3 * block)
+    block = describe(model).bytes_per_block(describe(model).groups[0])
+    arena = KVArena(describe(model), 3 * block)
     assert attach(model, arena)
     curve = measure_curve(model, arena, seconds=1e9)
     assert [count for count, _ in curve.rows][-1] == 32
@@ -196,7 +218,7 @@ def test_a_curve_is_whole_where_all_members_and_a_long_context_have_room(
 ) -> None:
     monkeypatch.setattr(measuring, "medians", lambda cases, *_, **__: dict.fromkeys(cases, 1.0))
     model = make_model("llama")
-    spec = spec_of_loaded(model)
+    spec = describe(model)
     arena = KVArena(spec, blocks * spec.bytes_per_block(spec.groups[0]))
     assert attach(model, arena)
     curve = measure_curve(model, arena)
@@ -222,9 +244,11 @@ def test_what_a_longer_context_costs_is_measured_with_one_row_and_with_many(
         monkeypatch.setattr(measuring, attribute, value)
     model = pooled.make_model(name)
     arena = open_pool(model, 40_000_000)
-    assert arena.verifies == kinds
+    assert arena.capabilities.verifies == kinds
     curve = measure_curve(model, arena)
     assert sorted(ran) == sorted(measured)
     row = (7.0 - 2.1) / 15
-    assert [seconds * measuring.MORE_CONTEXT for seconds in curve.token] == pytest.approx([2.1 - row, row, 2.0])
+    assert [seconds * measuring.MORE_CONTEXT for seconds in astuple(curve.token)] == pytest.approx(
+        [2.1 - row, row, 2.0]
+    )
     assert [(c.held, c.reserved) for c in arena.pool.settle()] == [(0, 0)] * len(arena.spec.groups)

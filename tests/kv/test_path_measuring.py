@@ -1,4 +1,6 @@
-"""Measuring decode paths: which groups are measured, what with, and that the model and its pool stay as they were."""
+"""Measuring decode paths: which groups are measured, what with, and that the model and its pool
+stay as they were.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv import path_measuring
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
-from mlx_blockpool.kv.factory import spec_of_loaded
-from mlx_blockpool.kv.path_costs import KernelWork, PathCosts, Shape
+from mlx_blockpool.kv.build import describe
+from mlx_blockpool.kv.capabilities import Capabilities
+from mlx_blockpool.kv.cost_model import KernelWork, Shape
 from mlx_blockpool.kv.path_measuring import measure_paths
+from mlx_blockpool.kv.scratch import AttentionInputs
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 FEW = (Shape(0, (16,) * 2), Shape(0, (16, 64)), Shape(256, (16,) * 2), Shape(256, (300, 16, 16)))
@@ -26,7 +30,9 @@ FEW = (Shape(0, (16,) * 2), Shape(0, (16, 64)), Shape(256, (16,) * 2), Shape(256
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few shapes, and a clock that counts how often it is read: every reading is as long, whatever the machine does."""
+    """Few shapes, and a clock that counts how often it is read: every reading is as long,
+    whatever the machine does.
+    """
     ticks = count()
     monkeypatch.setattr(path_measuring, "SHAPES", FEW)
     monkeypatch.setattr(path_measuring, "KERNEL_SHAPES", (Shape(0, (40,)), Shape(0, (20, 300))))
@@ -40,37 +46,50 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pool_of(name: str, bits: KVBits | None = None) -> tuple[object, KVArena]:
     model = make_model(name, **({"hidden_size": 128, "head_dim": 32} if bits else {}))
-    arena = KVArena(spec_of_loaded(model).with_bits(bits), 30_000_000)
-    arena.ragged = bind(model) > 0
+    arena = KVArena(describe(model).with_bits(bits), 30_000_000)
+    arena.capabilities = Capabilities("ragged" if bind(model) else None)
     return model, arena
 
 
 @pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize(
-    ("name", "bits"), [("qwen2", None), ("gemma3_text", None), ("gpt_oss", None), ("lfm2", None), ("llama", KVBits())]
+    ("name", "bits"),
+    [
+        ("qwen2", None),
+        ("gemma3_text", None),
+        ("gpt_oss", None),
+        ("lfm2", None),
+        ("llama", KVBits()),
+    ],
 )
 def test_full_layers_are_measured_and_windows_are_not(name: str, bits: KVBits | None) -> None:
     model, arena = pool_of(name, bits)
     found = measure_paths(model, arena)
-    assert set(found) == {g for g, group in enumerate(arena.spec.groups) if not isinstance(group.layer, WindowLayer)}
+    assert set(found) == {
+        g for g, group in enumerate(arena.spec.groups) if not isinstance(group.layer, WindowLayer)
+    }
     for costs in found.values():
-        assert PathCosts.from_json(costs.to_json()).of_padded([16, 16]) > 0
+        assert costs.of_ragged([16, 16]) > 0
         assert costs.of_cluster(Shape(256, (16, 16))) > 0
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.usefixtures("ticking")
-@pytest.mark.parametrize(("name", "bits"), [("gemma3_text", None), ("gpt_oss", KVBits(8, 4))], ids=str)
-def test_a_kernel_that_is_trusted_is_measured_in_windows_too(name: str, bits: KVBits | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "bits"), [("gemma3_text", None), ("gpt_oss", KVBits(8, 4))], ids=str
+)
+def test_a_kernel_that_is_trusted_is_measured_in_windows_too(
+    name: str, bits: KVBits | None
+) -> None:
     model, arena = pool_of(name, bits)
     trust(arena, path=None)
     found = measure_paths(model, arena, seconds=0.3)
     assert set(found) == {0, 1}
     for group, costs in found.items():
         is_window = isinstance(arena.spec.groups[group].layer, WindowLayer)
-        assert PathCosts.from_json(costs.to_json()).of_kernel(KernelWork(2, 32, 32)) > 0
+        assert costs.of_kernel(KernelWork(2, 32, 32)) > 0
         assert costs.rows_ratio([100], KernelWork(5, 100, 500)) > 0
-        assert (costs.padded == (), costs.shared == ()) == (is_window, is_window)
+        assert (costs.shared == ()) == is_window
 
 
 @pytest.mark.usefixtures("ticking")
@@ -81,14 +100,18 @@ def test_a_kernel_of_one_layer_group_is_not_measured_in_others() -> None:
     assert costs.kernel == ()
 
 
-def test_a_gpu_is_measured_with_the_layers_of_the_group_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_measured_with_the_layers_of_the_group_as_far_as_they_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layer = FullLayer(8, 128, 128)
     spec = ModelCacheSpec("of a GPU", (layer,) * 32, "float16")
     shapes = [(FEW[0], 2), (Shape(0, (4000,) * 2), 32), (Shape(0, (4000,) * 32), 512)]
     assert [path_measuring._layers(spec, 0, *each) for each in shapes] == [2, 1, 1]
     monkeypatch.setattr(path_measuring, "device", lambda: "metal")
     assert [path_measuring._layers(spec, 0, *each) for each in shapes] == [8, 8, 1]
-    assert path_measuring._layers(ModelCacheSpec("small", (layer,) * 3, "float16"), 0, *shapes[0]) == 3
+    assert (
+        path_measuring._layers(ModelCacheSpec("small", (layer,) * 3, "float16"), 0, *shapes[0]) == 3
+    )
 
 
 @pytest.mark.usefixtures("ticking")
@@ -108,27 +131,33 @@ def test_something_else_goes_before_each_trial_and_leaves_the_pool_as_it_was() -
     arena.decode.path_counts["ragged"] = 3
     looked = count()
 
-    def look() -> None:
+    def interrupt() -> None:
         if next(looked) == 2:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        measure_paths(model, arena, look=look)
+        measure_paths(model, arena, interrupt=interrupt)
     arena.pool.check()
     assert all(counts.held == 0 for counts in arena.pool.settle())
     assert (arena.decode.path, arena.decode.path_counts) == ("auto", {"ragged": 3})
-    assert set(measure_paths(model, arena, look=look)) == {0}
+    assert set(measure_paths(model, arena, interrupt=interrupt)) == {0}
     assert arena.decode.path_counts == {"ragged": 3}
 
 
 @pytest.mark.usefixtures("ticking")
 def test_the_queries_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[path_measuring.Asked] = []
-    readings = path_measuring._readings
-    monkeypatch.setattr(path_measuring, "_readings", lambda *given: asked.append(given[2]) or readings(*given))
+    asked: list[AttentionInputs] = []
+    times = path_measuring._times
+    monkeypatch.setattr(
+        path_measuring, "_times", lambda *given: asked.append(given[2]) or times(*given)
+    )
     measure_paths(*pool_of("gpt_oss"))
     (found,) = asked
-    assert (found.queries.shape, found.queries.dtype, found.scale) == ((1, 4, 1, 16), mx.float32, 0.25)
+    assert (found.queries.shape, found.queries.dtype, found.scale) == (
+        (1, 4, 1, 16),
+        mx.float32,
+        0.25,
+    )
     assert found.sinks is not None
     assert found.sinks.shape == (4,)
 
@@ -140,7 +169,7 @@ def test_a_model_that_is_too_slow_is_not_measured() -> None:
 
 def test_batches_that_are_not_ragged_are_not_measured() -> None:
     model, arena = pool_of("llama")
-    arena.ragged = False
+    arena.capabilities = Capabilities()
     assert measure_paths(model, arena) == {}
 
 

@@ -1,4 +1,6 @@
-"""BlockPool by exact ids: one layer of one head with dim 2 in float32, so that a block is 4096 bytes."""
+"""BlockPool by exact ids: one layer of one head with dim 2 in float32, so that a block is 4096
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.blocks import BlockCounts, BlockTable
 from mlx_blockpool.kv.pool import BlockPool
+from mlx_blockpool.prefix.eviction import evict, evict_for, eviction_order
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 BLOCK = 4096
@@ -53,8 +56,14 @@ def evictable(pool: BlockPool, count: int, group: int = 0) -> list[int]:
 
 def state(pool: BlockPool) -> tuple[Any, ...]:
     groups = range(len(pool.counts()))
-    evictable = [pool.eviction_order(g) for g in groups]
-    return pool.counts(), [dict(pool.groups[g].slabs) for g in groups], pool.layout_version, pool.nbytes, evictable
+    evictable = [eviction_order(pool, g) for g in groups]
+    return (
+        pool.counts(),
+        [dict(pool.groups[g].slabs) for g in groups],
+        pool.layout_version,
+        pool.nbytes,
+        evictable,
+    )
 
 
 def figures(pool: BlockPool, group: int = 0) -> tuple[int, int, int, int]:
@@ -63,7 +72,7 @@ def figures(pool: BlockPool, group: int = 0) -> tuple[int, int, int, int]:
     return counts.total, counts.free, counts.held, counts.evictable
 
 
-# -- which ids ---------------------------------------------------------------------------------------------------------
+# -- which ids -------------------------------------------------------------------------------------
 
 
 def test_the_first_sequence_takes_the_first_blocks_and_grows_in_place() -> None:
@@ -79,7 +88,7 @@ def test_the_first_sequence_takes_the_first_blocks_and_grows_in_place() -> None:
 def test_a_new_sequence_starts_where_there_is_most_room_and_leaves_half_of_it() -> None:
     pool = one_slab(16)
     first, second = table_with(pool, 4), table_with(pool, 2)
-    # 12 free behind block 3, 2 wanted: 5 of the other 10 stay with the first sequence.
+    # 12 free after block 3, 2 wanted: 5 of the other 10 stay with the first sequence.
     assert second.ids == [9, 10]
     pool.extend(first, 5)
     assert first.runs == [(0, 9)]
@@ -130,7 +139,7 @@ def test_replace_gives_neighbours_and_keeps_the_old_blocks_in_a_table() -> None:
     assert figures(pool) == (16, 8, 8, 0)
 
 
-# -- all or nothing ----------------------------------------------------------------------------------------------------
+# -- all or nothing --------------------------------------------------------------------------------
 
 
 def test_exhausted_says_the_figures_and_changes_nothing() -> None:
@@ -203,19 +212,24 @@ def test_the_byte_budget_is_hard(pool_bytes: int, slabs: int) -> None:
 
 
 def test_a_pool_without_room_for_one_block_of_each_group_is_refused() -> None:
-    with pytest.raises(PoolExhaustedError, match=r"One block of each group takes 8192 bytes.*The pool has 8191 bytes"):
+    with pytest.raises(
+        PoolExhaustedError,
+        match=r"One block of each group takes 8192 bytes.*The pool has 8191 bytes",
+    ):
         BlockPool(spec_of(FULL, WINDOW), 2 * BLOCK - 1)
     assert BlockPool(spec_of(FULL, WINDOW), 2 * BLOCK).sequence_capacity() >= 0
 
 
-# -- windows -----------------------------------------------------------------------------------------------------------
+# -- windows ---------------------------------------------------------------------------------------
 
 
 def test_a_fifth_block_of_a_1024_token_window_is_exhausted() -> None:
     pool = two_groups(20)
     ring = table_with(pool, 4, group=1)
     ids = list(ring.ids)
-    with pytest.raises(PoolExhaustedError, match="is a ring in 4 blocks and holds 4 already") as info:
+    with pytest.raises(
+        PoolExhaustedError, match="is a ring in 4 blocks and holds 4 already"
+    ) as info:
         pool.extend(ring, 1)
     assert (info.value.needed, info.value.group) == (1, WINDOW_NAME)
     assert ring.ids == ids
@@ -243,7 +257,7 @@ def test_a_full_ring_can_still_own_and_replace_its_blocks() -> None:
     pool.check()
 
 
-# -- promises ----------------------------------------------------------------------------------------------------------
+# -- promises --------------------------------------------------------------------------------------
 
 
 def test_a_promise_cannot_be_taken_by_others() -> None:
@@ -294,14 +308,14 @@ def test_more_than_the_promise_is_taken_where_it_is_free() -> None:
     pool.check()
 
 
-# -- order of use ------------------------------------------------------------------------------------------------------
+# -- order of use ----------------------------------------------------------------------------------
 
 
 def test_evict_returns_leaves_first() -> None:
     pool = one_slab(8)
     assert evictable(pool, 3) == [0, 1, 2]
-    assert pool.evict(0, 1) == [(0, 2)]
-    assert pool.evict(0, 5) == [(0, 1), (0, 0)]
+    assert evict(pool, 0, 1) == [(0, 2)]
+    assert evict(pool, 0, 5) == [(0, 1), (0, 0)]
     assert figures(pool) == (8, 8, 0, 0)
 
 
@@ -311,15 +325,15 @@ def test_evict_takes_the_sequence_released_first() -> None:
     order = [first.ids[1], first.ids[0], second.ids[1], second.ids[0]]
     pool.release(first)
     pool.release(second)
-    assert [block for _, block in pool.evict(0, 4)] == order
+    assert [block for _, block in evict(pool, 0, 4)] == order
 
 
 def test_touch_makes_a_block_the_last_to_go() -> None:
     pool = one_slab(8)
     evictable(pool, 3)
     pool.groups[0].touch(2)
-    assert pool.evict(0, 2) == [(0, 1), (0, 0)]
-    assert pool.evict(0, 2) == [(0, 2)]
+    assert evict(pool, 0, 2) == [(0, 1), (0, 0)]
+    assert evict(pool, 0, 2) == [(0, 2)]
 
 
 def test_holding_and_releasing_again_makes_a_block_the_last_to_go() -> None:
@@ -328,9 +342,9 @@ def test_holding_and_releasing_again_makes_a_block_the_last_to_go() -> None:
     table = pool.open_table(0)
     pool.append_shared(table, [2])
     assert figures(pool) == (8, 5, 1, 2)
-    assert pool.evict(0, 3) == [(0, 1), (0, 0)]
+    assert evict(pool, 0, 3) == [(0, 1), (0, 0)]
     pool.release(table)
-    assert pool.evict(0, 3) == [(0, 2)]
+    assert evict(pool, 0, 3) == [(0, 2)]
 
 
 def test_a_pinned_block_is_not_evicted() -> None:
@@ -339,11 +353,11 @@ def test_a_pinned_block_is_not_evicted() -> None:
     pool.groups[0].pin(2, 1)
     pool.groups[0].pin(2, 1)
     assert pool.counts()[0].pinned == 1
-    assert pool.evict(0, 3) == [(0, 1), (0, 0)]
+    assert evict(pool, 0, 3) == [(0, 1), (0, 0)]
     pool.groups[0].pin(2, -1)
-    assert pool.evict(0, 1) == []
+    assert evict(pool, 0, 1) == []
     pool.groups[0].pin(2, -1)
-    assert pool.evict(0, 1) == [(0, 2)]
+    assert evict(pool, 0, 1) == [(0, 2)]
 
 
 def test_a_free_block_is_not_pinned() -> None:
@@ -384,14 +398,14 @@ def test_a_free_block_can_be_neither_cached_nor_uncached() -> None:
         pool.groups[0].uncache(3)
 
 
-# -- room --------------------------------------------------------------------------------------------------------------
+# -- room ------------------------------------------------------------------------------------------
 
 
 def test_make_room_evicts_just_what_is_missing() -> None:
     pool = one_slab(8)
     evictable(pool, 5)
-    assert pool.make_room({0: 3}) == []
-    assert pool.make_room({0: 5}) == [(0, 4), (0, 3)]
+    assert evict_for(pool, {0: 3}) == []
+    assert evict_for(pool, {0: 5}) == [(0, 4), (0, 3)]
     assert figures(pool) == (8, 5, 0, 3)
     pool.reserve([pool.open_table(0)], [5])
 
@@ -401,9 +415,9 @@ def test_make_room_evicts_nothing_where_it_cannot_be_enough() -> None:
     held = table_with(pool, 3)
     evictable(pool, 4)
     before = state(pool)
-    assert pool.make_room({0: 6}) == []
+    assert evict_for(pool, {0: 6}) == []
     assert state(pool) == before
-    assert len(pool.make_room({0: 5})) == 4
+    assert len(evict_for(pool, {0: 5})) == 4
     assert len(held) == 3
 
 
@@ -413,8 +427,8 @@ def test_make_room_leaves_pinned_and_promised_blocks() -> None:
     pool.groups[0].pin(ids[3], 1)
     tables = [pool.open_table(0), pool.open_table(0)]
     pool.reserve(tables[:1], [3])
-    assert pool.make_room({0: 5}) == []
-    assert pool.make_room({0: 3}) == [(0, ids[2]), (0, ids[1])]
+    assert evict_for(pool, {0: 5}) == []
+    assert evict_for(pool, {0: 3}) == [(0, ids[2]), (0, ids[1])]
     pool.reserve(tables[1:], [3])
     pool.check()
 
@@ -422,7 +436,7 @@ def test_make_room_leaves_pinned_and_promised_blocks() -> None:
 def test_make_room_lets_the_pool_grow_before_it_evicts() -> None:
     pool = BlockPool(spec_of(FULL), 8 * BLOCK, PoolConfig(slabs=8))
     evictable(pool, 2)
-    assert pool.make_room({0: 6}) == []
+    assert evict_for(pool, {0: 6}) == []
     table = table_with(pool, 6)
     assert len(table) == 6
     assert pool.counts()[0].evictable == 2
@@ -442,7 +456,7 @@ def test_an_empty_slab_goes_to_the_group_that_needs_it() -> None:
 def test_a_slab_of_evictable_blocks_goes_to_the_group_that_needs_it() -> None:
     pool = two_groups(8)
     ids = evictable(pool, 8)
-    victims = pool.make_room({1: 4})
+    victims = evict_for(pool, {1: 4})
     assert set(victims) <= {(0, block) for block in ids}
     assert len(victims) >= 4
     ring = table_with(pool, 4, group=1)
@@ -455,7 +469,7 @@ def test_a_slab_in_use_stays() -> None:
     table = table_with(pool, 8)
     kept = list(table.ids)
     before = state(pool)
-    assert pool.make_room({1: 1}) == []
+    assert evict_for(pool, {1: 1}) == []
     with pytest.raises(PoolExhaustedError):
         table_with(pool, 1, group=1)
     assert state(pool) == before
@@ -476,9 +490,10 @@ def test_make_room_is_enough_for_reserve_in_all_groups_together() -> None:
     pool = BlockPool(spec_of(FULL, WINDOW), 6 * BLOCK, PoolConfig(slabs=6))
     evictable(pool, 3)
     free = pool.counts()[0].free
-    # The pool can grow by 3 - free blocks. They are for the window; the full layer has 3 evictable ones of its own.
+    # The pool can grow by 3 - free blocks. They are for the window; the full layer has 3 evictable
+    # ones of its own.
     wanted = {0: free + 3, 1: 3 - free}
-    pool.make_room(wanted)
+    evict_for(pool, wanted)
     tables = [pool.open_table(0), pool.open_table(1)]
     pool.reserve(tables, [wanted[0], wanted[1]])
     pool.check()
@@ -491,12 +506,12 @@ def test_make_room_evicts_nothing_for_room_that_is_promised_to_others() -> None:
     evictable(pool, 2, group=1)
     before = state(pool)
     # 14 are promised: there cannot be 7 of 20 blocks for windows.
-    assert pool.make_room({1: 7}) == []
+    assert evict_for(pool, {1: 7}) == []
     assert state(pool) == before
     assert table.reserved == 14
 
 
-# -- whole pools -------------------------------------------------------------------------------------------------------
+# -- whole pools -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocks", [5, 6, 7, 8, 9, 12, 30, 101])
@@ -529,7 +544,9 @@ def test_a_model_of_windows_only_takes_sequences_of_any_length() -> None:
 
 @pytest.mark.parametrize("served", [(1, 1), (2, 2), (7, 4), (13, 4)])
 @pytest.mark.parametrize("cached", [False, True])
-def test_the_capacity_is_there_whatever_was_served_before(served: tuple[int, int], cached: bool) -> None:
+def test_the_capacity_is_there_whatever_was_served_before(
+    served: tuple[int, int], cached: bool
+) -> None:
     pool = two_groups(20)
     first = [pool.open_table(0), pool.open_table(1)]
     pool.reserve(first, served)
@@ -539,7 +556,7 @@ def test_the_capacity_is_there_whatever_was_served_before(served: tuple[int, int
             pool.groups[table.group].cache(block, 256)
         pool.release(table)
     assert pool.sequence_capacity() == 16 * 256
-    pool.make_room({0: 16, 1: 4})
+    evict_for(pool, {0: 16, 1: 4})
     second = [pool.open_table(0), pool.open_table(1)]
     pool.reserve(second, [16, 4])
     pool.check()
@@ -564,12 +581,12 @@ def test_preallocate_keeps_the_budget_of_a_small_pool(blocks: int) -> None:
     assert two_groups(blocks, preallocate=True).nbytes <= blocks * BLOCK
 
 
-def test_preallocate_leaves_room_behind_a_window_that_the_pool_cannot_fill() -> None:
+def test_preallocate_leaves_blocks_after_a_window_that_the_pool_cannot_fill() -> None:
     pool = BlockPool(spec_of(WINDOW, FULL), 4 * BLOCK, PoolConfig(preallocate=True))
     assert [c.total for c in pool.counts()] == [2, 2]
 
 
-# -- threads and models ------------------------------------------------------------------------------------------------
+# -- threads and models ----------------------------------------------------------------------------
 
 
 def release_elsewhere(pool: BlockPool, table: BlockTable) -> None:
@@ -598,7 +615,7 @@ def test_what_was_given_back_can_be_taken_at_once() -> None:
 def test_what_was_given_back_can_be_evicted_at_once() -> None:
     pool = one_slab(4)
     release_elsewhere(pool, table_with(pool, 2, cached=True))
-    assert pool.evict(0, 2) == [(0, 1), (0, 0)]
+    assert evict(pool, 0, 2) == [(0, 1), (0, 0)]
 
 
 def test_what_was_given_back_is_shared_no_more() -> None:
@@ -618,7 +635,7 @@ def test_giving_back_twice_is_the_same_as_once() -> None:
     pool.check()
 
 
-# -- sharing -----------------------------------------------------------------------------------------------------------
+# -- sharing ---------------------------------------------------------------------------------------
 
 
 def test_a_fork_shares_its_blocks() -> None:
@@ -652,7 +669,7 @@ def test_own_gives_a_block_that_nobody_else_reads() -> None:
     pool.check()
 
 
-def test_a_cached_block_may_be_written_behind_what_is_cached_of_it() -> None:
+def test_a_cached_block_may_be_written_after_what_is_cached_of_it() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1)
     pool.groups[0].cache(0, 100)
@@ -672,7 +689,7 @@ def test_a_cached_block_stays_cached_after_take_own() -> None:
     table = table_with(pool, 1, cached=True)
     assert pool.take_own(table, 0)[0] == 0
     assert figures(pool) == (8, 6, 1, 1)
-    assert pool.evict(0, 1) == [(0, 0)]
+    assert evict(pool, 0, 1) == [(0, 0)]
 
 
 def test_own_without_room_changes_nothing() -> None:
@@ -717,7 +734,7 @@ def test_a_table_tells_its_runs_after_every_change() -> None:
     assert fork.runs == []
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def test_counts() -> None:
@@ -764,18 +781,18 @@ def test_surplus_blocks_are_evicted_first_until_they_are_used_again() -> None:
     pool = one_slab(6)
     ids = evictable(pool, 6)
     # Released last to first: the last one was used longest ago.
-    assert pool.eviction_order(0) == ids[::-1]
+    assert eviction_order(pool, 0) == ids[::-1]
     for block in (ids[1], ids[0], ids[2]):
         pool.groups[0].demote(block)
-    assert pool.eviction_order(0) == [ids[1], ids[0], ids[2], ids[5], ids[4], ids[3]]
+    assert eviction_order(pool, 0) == [ids[1], ids[0], ids[2], ids[5], ids[4], ids[3]]
     table = pool.open_table(0)
     pool.append_shared(table, [ids[0]])
     pool.release(table)
     pool.groups[0].touch(ids[2])
-    assert pool.eviction_order(0) == [ids[1], ids[5], ids[4], ids[3], ids[0], ids[2]]
+    assert eviction_order(pool, 0) == [ids[1], ids[5], ids[4], ids[3], ids[0], ids[2]]
     pool.groups[0].demote(ids[3])
     pool.groups[0].pin(ids[1], 1)
-    assert pool.evict(0, 2) == [(0, ids[3]), (0, ids[5])]
+    assert evict(pool, 0, 2) == [(0, ids[3]), (0, ids[5])]
     pool.check()
 
 
@@ -785,6 +802,6 @@ def test_a_slab_of_surplus_blocks_goes_before_a_block_that_is_none() -> None:
     assert pool.groups[0].slabs == pool.groups[1].slabs == {0: 8}
     for block in window:
         pool.groups[1].demote(block)
-    assert set(pool.make_room({0: 6})) == {(1, block) for block in window}
+    assert set(evict_for(pool, {0: 6})) == {(1, block) for block in window}
     pool.reserve([pool.open_table(0)], [6])
-    assert pool.eviction_order(0) == full[::-1]
+    assert eviction_order(pool, 0) == full[::-1]

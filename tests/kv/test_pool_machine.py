@@ -1,4 +1,6 @@
-"""BlockPool under random operations, against a model that counts references and keeps the order of use on its own."""
+"""BlockPool under random operations, against a model that counts references and keeps the order
+of use on its own.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.blocks import BlockTable
 from mlx_blockpool.kv.pool import BlockPool
+from mlx_blockpool.prefix.eviction import evict, evict_for
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 # A block of the two full layers is 8192 bytes, one of the window layer 4096; a ring has 3 blocks.
-SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 700), FullLayer(1, 2, 2)), "float32")
+SPEC = ModelCacheSpec(
+    "m", (FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 700), FullLayer(1, 2, 2)), "float32"
+)
 SIZES = (8192, 4096)
 CAPS = (None, 3)
 Owned = tuple[int, int]
@@ -28,12 +33,19 @@ amounts = st.integers(0, 4)
 
 @tried(40, 3000, stateful_step_count=60)
 class PoolMachine(RuleBasedStateMachine):
-    """`tables`: the blocks that each table must have and has reserved. `cached`, `pins`: counts of each block.
+    """`tables`: the blocks that each table must have and has reserved. `cached`, `pins`: counts of
+    each block.
 
-    `order`: the evictable blocks of each group, those used longest ago first. `surplus`: those of them that are evicted first.
+    `order`: the evictable blocks of each group, those used longest ago first. `surplus`: those of
+    them that are evicted first.
     """
 
-    @initialize(blocks=st.integers(6, 14), extra=st.integers(0, 4095), slabs=st.integers(1, 5), preallocate=st.booleans())
+    @initialize(
+        blocks=st.integers(6, 14),
+        extra=st.integers(0, 4095),
+        slabs=st.integers(1, 5),
+        preallocate=st.booleans(),
+    )
     def start(self, blocks: int, extra: int, slabs: int, preallocate: bool) -> None:
         self.pool_bytes = blocks * 4096 + extra
         config = PoolConfig(slabs=slabs, preallocate=preallocate)
@@ -48,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.add(self.pool.open_table(0), [])
         self.add(self.pool.open_table(1), [])
 
-    # -- the model -----------------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     def refs(self, group: int) -> Counter[int]:
         return Counter(block for table, ids in self.tables if table.group == group for block in ids)
@@ -84,12 +96,16 @@ class PoolMachine(RuleBasedStateMachine):
         return {*self.refs(group), *self.order[group]}
 
     def snapshot(self) -> Any:
-        return self.pool.counts(), [t.ids[:] for t, _ in self.tables], [t.reserved for t, _ in self.tables]
+        return (
+            self.pool.counts(),
+            [t.ids[:] for t, _ in self.tables],
+            [t.reserved for t, _ in self.tables],
+        )
 
     def spend(self, table: BlockTable, count: int) -> None:
         self.reserved[id(table)] -= min(count, self.reserved[id(table)])
 
-    # -- rules ---------------------------------------------------------------------------------------------------------
+    # -- rules -------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.tables) < 7)
     @rule(group=groups)
@@ -155,7 +171,9 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(ids for _, ids in self.tables))
     @rule(number=picks, at=picks)
     def own(self, number: int, at: int) -> None:
-        table, ids = [pair for pair in self.tables if pair[1]][number % sum(1 for _, ids in self.tables if ids)]
+        table, ids = [pair for pair in self.tables if pair[1]][
+            number % sum(1 for _, ids in self.tables if ids)
+        ]
         index = at % len(ids)
         before, promised = self.snapshot(), self.reserved[id(table)]
         try:
@@ -172,7 +190,9 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(ids for _, ids in self.tables))
     @rule(number=picks, at=picks, other=picks)
     def swap(self, number: int, at: int, other: int) -> None:
-        table, ids = [pair for pair in self.tables if pair[1]][number % sum(1 for _, ids in self.tables if ids)]
+        table, ids = [pair for pair in self.tables if pair[1]][
+            number % sum(1 for _, ids in self.tables if ids)
+        ]
         index = at % len(ids)
         usable = sorted(self.in_use(table.group))
         block = usable[other % len(usable)]
@@ -264,7 +284,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.groups[group].demote(block)
         if block in self.order[group] and block not in self.surplus[group]:
             self.surplus[group].append(block)
-        assert self.pool.groups[group].blocks[block].surplus == (block in self.surplus[group])
+        assert (block in self.pool.groups[group].demoted) == (block in self.surplus[group])
 
     def victims(self, group: int) -> list[int]:
         blocks = dict.fromkeys([*self.surplus[group], *self.order[group]])
@@ -280,13 +300,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(group=groups, count=amounts)
     def evict(self, group: int, count: int) -> None:
         expected = [(group, block) for block in self.victims(group)][:count]
-        assert self.pool.evict(group, count) == expected
+        assert evict(self.pool, group, count) == expected
         self.take_away(expected)
 
     @rule(full=st.sampled_from([0, 0, 1, 2, 3, 8]), window=st.sampled_from([0, 1, 2, 4, 6, 12]))
     def make_room(self, full: int, window: int) -> None:
         counts = {0: full, 1: window}
-        victims = self.pool.make_room(counts)
+        victims = evict_for(self.pool, counts)
         assert len(set(victims)) == len(victims)
         self.take_away(victims)
         tables = [self.pool.open_table(group) for group in counts]
@@ -301,7 +321,7 @@ class PoolMachine(RuleBasedStateMachine):
     def serve(self, group: int, count: int) -> None:
         """A whole request: its blocks are cached and evictable at the end."""
         count = min(count, CAPS[group] or count)
-        self.take_away(self.pool.make_room({group: count}))
+        self.take_away(evict_for(self.pool, {group: count}))
         table = self.pool.open_table(group)
         try:
             self.pool.extend(table, count)
@@ -320,13 +340,13 @@ class PoolMachine(RuleBasedStateMachine):
         if any(self.tables) or +self.pins:
             return
         blocks = (self.pool_bytes - 3 * 4096) // 8192
-        self.take_away(self.pool.make_room({0: blocks, 1: 3}))
+        self.take_away(evict_for(self.pool, {0: blocks, 1: 3}))
         tables = [self.pool.open_table(0), self.pool.open_table(1)]
         self.pool.reserve(tables, [blocks, 3])
         for table in tables:
             self.pool.release(table)
 
-    # -- what always holds ---------------------------------------------------------------------------------------------
+    # -- what always holds -------------------------------------------------------------------------
 
     @invariant()
     def the_pool_is_whole(self) -> None:
@@ -342,9 +362,14 @@ class PoolMachine(RuleBasedStateMachine):
             assert table.reserved == self.reserved[id(table)]
             runs = table.runs
             assert [block for first, count in runs for block in range(first, first + count)] == ids
-            slabs, stride = self.pool.groups[table.group].slabs, self.pool.groups[table.group].stride
+            slabs, stride = (
+                self.pool.groups[table.group].slabs,
+                self.pool.groups[table.group].stride,
+            )
             for first, count in runs:
-                assert first % stride + count <= slabs[first // stride], f"run {first}+{count} leaves its slab {slabs}"
+                assert first % stride + count <= slabs[first // stride], (
+                    f"run {first}+{count} leaves its slab {slabs}"
+                )
 
     @invariant()
     def figures_are_those_of_the_model(self) -> None:
@@ -353,8 +378,12 @@ class PoolMachine(RuleBasedStateMachine):
             assert counts.held == held
             assert counts.evictable == len(self.order[group])
             assert counts.free == counts.total - held - len(self.order[group])
-            assert counts.pinned == sum(1 for owned, n in self.pins.items() if n and owned[0] == group)
-            assert counts.reserved == sum(self.reserved[id(t)] for t, _ in self.tables if t.group == group)
+            assert counts.pinned == sum(
+                1 for owned, n in self.pins.items() if n and owned[0] == group
+            )
+            assert counts.reserved == sum(
+                self.reserved[id(t)] for t, _ in self.tables if t.group == group
+            )
 
     @invariant()
     def what_others_read_is_shared(self) -> None:

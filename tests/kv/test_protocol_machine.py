@@ -1,7 +1,8 @@
-"""mlx-lm's cache protocol in any order, on its own caches and on pooled ones: equal, or an error that names the reason.
+"""mlx-lm's cache protocol in any order, on its own caches and on pooled ones: equal, or an error
+that names the reason.
 
-Tokens are numbered, so that keys say which they are, quantised or not. Of a window the tokens that the next one attends to are
-compared.
+Tokens are numbered, so that keys say which they are, quantised or not. Of a window the tokens that
+the next one attends to are compared.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ from thorough import tried
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import pooled_caches
-from mlx_blockpool.kv.intake import from_stock
-from mlx_blockpool.kv.parts import leaves_of, sequence_of
-from mlx_blockpool.kv.rows import Quantised, dense, each
-from mlx_blockpool.spec import CompositeLayer, Form, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
+from mlx_blockpool.kv.capabilities import Capabilities
+from mlx_blockpool.kv.prompt_cache import from_stock, leaves_of, pooled_caches, sequence_of
+from mlx_blockpool.kv.quantised import Quantised, dense, each
+from mlx_blockpool.spec import (
+    CompositeLayer,
+    Form,
+    FullLayer,
+    ModelCacheSpec,
+    StateLayer,
+    WindowLayer,
+)
 
 WINDOW = 40
 PICK = st.integers(0, 100)
@@ -58,14 +65,18 @@ def stock_cache(layer: Any) -> Any:
 
 
 def append_tokens(caches: list[Any], start: int, count: int, lengths: list[int]) -> None:
-    """Append to each row the next tokens from `start` on, `count` in a row, and of those only its length: the rest is padding.
+    """Append to each row the next tokens from `start` on, `count` in a row, and of those only its
+    length: the rest is padding.
 
     A state becomes the sum of the last tokens of all calls, and that of this one.
     """
     size = len(lengths)
     padded = min(lengths) < count
     keys, values = numbered(start, count * size, dims=DIMS)
-    rows = [mx.concatenate([a[:, :, i * count : (i + 1) * count] for i in range(size)]) for a in (keys, values)]
+    rows = [
+        mx.concatenate([a[:, :, i * count : (i + 1) * count] for i in range(size)])
+        for a in (keys, values)
+    ]
     last = mx.array([[start + i * count + length - 1.0] for i, length in enumerate(lengths)])
     for leaf in leaves_of(caches):
         if padded:
@@ -80,7 +91,9 @@ def append_tokens(caches: list[Any], start: int, count: int, lengths: list[int])
 
 
 def held(cache: Any) -> list[Any]:
-    """The tokens that a cache holds, by their keys, a window's in the order in which they came; of a state its arrays."""
+    """The tokens that a cache holds, by their keys, a window's in the order in which they came;
+    of a state its arrays.
+    """
     if isinstance(cache, ArraysCache):
         return [None if array is None else array.tolist() for array in cache.state[0]]
     if not cache.offset:
@@ -88,7 +101,10 @@ def held(cache: Any) -> list[Any]:
     keys, values = cache.keys_and_values()
     if isinstance(cache, RotatingKVCache):
         # mlx-lm's own goes on to hold what came before its window until the next token.
-        keys, values = (cache._temporal_order(a)[..., -min(cache.offset, WINDOW) :, :] for a in (cache.keys, cache.values))
+        keys, values = (
+            cache._temporal_order(a)[..., -min(cache.offset, WINDOW) :, :]
+            for a in (cache.keys, cache.values)
+        )
     keys, values = (dense(as_saved(rows, cache)) for rows in (keys, values))
     numbers: list[float] = keys[0, 0, :, 0].tolist()
     assert values[0, 0, :, 0].tolist() == [number + 1000 for number in numbers]
@@ -104,7 +120,10 @@ def as_saved(rows: Any, cache: Any) -> Any:
 def saved_by_stock(stock: list[Any], ours: list[Any]) -> list[Any]:
     """mlx-lm's caches, quantised where those of the pool are saved so."""
     leaves = zip(leaves_of(stock), leaves_of(ours), strict=True)
-    return [cache.to_quantized(own.group_size, own.bits) if hasattr(own, "bits") else cache for cache, own in leaves]
+    return [
+        cache.to_quantized(own.group_size, own.bits) if hasattr(own, "bits") else cache
+        for cache, own in leaves
+    ]
 
 
 def all_held(caches: list[Any]) -> list[list[Any]]:
@@ -125,16 +144,18 @@ def saved_and_loaded(caches: list[Any]) -> list[Any]:
 
 
 def reorder(leaf: Any) -> None:
-    """As packages do that write into mlx-lm's caches: all tokens the other way round, those of a ring in their order."""
+    """Assign a state with all tokens the other way round, those of a ring in their order."""
     if isinstance(leaf, ArraysCache):
         leaf[0] = None if leaf[0] is None else -leaf[0]
     elif isinstance(leaf, RotatingKVCache) and leaf.offset:
-        keys, values = leaf.keys, leaf.values
-        leaf.keys, leaf.values = leaf._temporal_order(keys), leaf._temporal_order(values)
-        leaf._idx = leaf.keys.shape[2]
+        keys, values = leaf._temporal_order(leaf.keys), leaf._temporal_order(leaf.values)
+        leaf.state = (keys, values, *leaf.state[2:-1], keys.shape[2])
     elif leaf.offset:
         keys, values = leaf.keys_and_values()
-        leaf.keys, leaf.values = (each(lambda a: a[..., ::-1, :], rows) for rows in (keys, values))
+        leaf.state = (
+            *(each(lambda a: a[..., ::-1, :], rows) for rows in (keys, values)),
+            *leaf.state[2:],
+        )
 
 
 Pair = tuple[list[Any], list[Any]]
@@ -142,15 +163,17 @@ Pair = tuple[list[Any], list[Any]]
 
 @tried(12, 2000, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences of full, window and state layers, and batches of them: (mlx-lm's caches, pooled ones)."""
+    """Sequences of full, window and state layers, and batches of them: (mlx-lm's caches, pooled
+    ones).
+    """
 
     @initialize(attached=st.booleans(), layers=st.sampled_from(LAYOUTS), bits=st.sampled_from(BITS))
     def start(self, attached: bool, layers: Any, bits: KVBits | None) -> None:
         spec = ModelCacheSpec("test", layers, "float32").with_bits(bits)
         self.arena = KVArena(spec, 300 * sum(spec.bytes_per_block(group) for group in spec.groups))
         # Only attached models read quantised blocks.
-        self.arena.ragged = attached or bits is not None
-        self.arena.pads_states = True
+        batches: Any = "ragged" if attached or bits is not None else None
+        self.arena.capabilities = Capabilities(batches, pads_states=True)
         self.token = 0
         self.single: list[Pair] = []
         self.batches: list[tuple[list[Any], list[Any], int]] = []
@@ -162,11 +185,13 @@ class CacheMachine(RuleBasedStateMachine):
     def one(self, number: int) -> Pair:
         return self.single[number % len(self.single)]
 
-    # -- sequences -----------------------------------------------------------------------------------------------------
+    # -- sequences ---------------------------------------------------------------------------------
 
     @rule(count=st.sampled_from([0, 1, 35, WINDOW, 300]))
     def new(self, count: int) -> None:
-        self.add([stock_cache(layer) for layer in self.arena.spec.layers], pooled_caches(self.arena))
+        self.add(
+            [stock_cache(layer) for layer in self.arena.spec.layers], pooled_caches(self.arena)
+        )
         if count:
             self.append(-1, count)
 
@@ -199,7 +224,9 @@ class CacheMachine(RuleBasedStateMachine):
         if not max(offsets(stock)):
             return
         loaded = saved_and_loaded(ours)
-        assert [type(leaf) for leaf in leaves_of(loaded)] == [type(leaf) for leaf in saved_by_stock(stock, ours)]
+        assert [type(leaf) for leaf in leaves_of(loaded)] == [
+            type(leaf) for leaf in saved_by_stock(stock, ours)
+        ]
         assert all_held(loaded) == all_held(stock)
         self.add(saved_and_loaded(stock), from_stock(loaded, self.arena))
 
@@ -229,7 +256,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.single[onto % len(self.single)] = (own, ours)
 
     @rule(number=PICK)
-    def assign_keys(self, number: int) -> None:
+    def assign_reordered(self, number: int) -> None:
         for caches in self.one(number):
             for leaf in leaves_of(caches):
                 reorder(leaf)
@@ -257,7 +284,7 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(ReleasedCacheError):
                 use()
 
-    # -- batches -------------------------------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
     @rule(numbers=st.lists(PICK, min_size=1, max_size=3), twice=st.booleans())
     def merge(self, numbers: list[int], twice: bool) -> None:
@@ -265,7 +292,10 @@ class CacheMachine(RuleBasedStateMachine):
         if any(not min(offsets(stock)) for stock, _ in pairs):
             # Of a batch of nothing mlx-lm extracts nothing.
             return
-        made = [[type(layer[0]).merge(list(layer)) for layer in zip(*side, strict=True)] for side in zip(*pairs, strict=True)]
+        made = [
+            [type(layer[0]).merge(list(layer)) for layer in zip(*side, strict=True)]
+            for side in zip(*pairs, strict=True)
+        ]
         self.batches = [*self.batches[-2:], (made[0], made[1], len(pairs))]
 
     @precondition(lambda self: self.batches)
@@ -316,17 +346,18 @@ class CacheMachine(RuleBasedStateMachine):
             mine.extend(other)
         self.batches.append((first[0], first[1], first[2] + second[2]))
 
-    @precondition(lambda self: self.batches and self.arena.ragged)
+    @precondition(lambda self: self.batches and self.arena.capabilities.ragged)
     @rule(number=PICK, row=PICK)
     def release_in_batch(self, number: int, row: int) -> None:
         _, ours, size = self.batches.pop(number % len(self.batches))
         leaves_of(ours)[0].members[row % size].sequence.release()
         for leaf in leaves_of(ours):
-            for use in (lambda: append_tokens([leaf], 0, 1, [1] * size), lambda: leaf.extract(row % size)):  # noqa: B023
-                with pytest.raises(ReleasedCacheError):
-                    use()
+            with pytest.raises(ReleasedCacheError):
+                append_tokens([leaf], 0, 1, [1] * size)
+            with pytest.raises(ReleasedCacheError):
+                leaf.extract(row % size)
 
-    # -- what always holds ---------------------------------------------------------------------------------------------
+    # -- what always holds -------------------------------------------------------------------------
 
     @invariant()
     def sequences_are_equal(self) -> None:
@@ -338,7 +369,9 @@ class CacheMachine(RuleBasedStateMachine):
     def batches_are_equal(self) -> None:
         for stock, ours, size in getattr(self, "batches", []):
             for row in range(size):
-                found, needed = (all_held([cache.extract(row) for cache in caches]) for caches in (ours, stock))
+                found, needed = (
+                    all_held([cache.extract(row) for cache in caches]) for caches in (ours, stock)
+                )
                 assert found == needed
 
     def teardown(self) -> None:

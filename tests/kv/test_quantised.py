@@ -1,4 +1,6 @@
-"""Pools of quantised blocks give the logits of mlx-lm's own caches with the same quantised keys and values."""
+"""Pools of quantised blocks give the logits of mlx-lm's own caches with the same quantised keys
+and values.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +14,40 @@ from engine.engines import ROOMY, bits_of, new_model, words
 from mlx.utils import tree_map
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from models import make_model
-from thorough import is_thorough, only
+from thorough import many, only
 
-from mlx_blockpool.calculator import cost_of
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.attach import attach
-from mlx_blockpool.kv.factory import pooled_caches, spec_of_loaded
-from mlx_blockpool.kv.parts import batch_of
-from mlx_blockpool.kv.rounded import rounded
-from mlx_blockpool.kv.runs import PIECE_BYTES
+from mlx_blockpool.kv.attention import PIECE_BYTES
+from mlx_blockpool.kv.build import attach, describe
+from mlx_blockpool.kv.capabilities import RAGGED
+from mlx_blockpool.kv.prompt_cache import batch_of, pooled_caches
+from mlx_blockpool.kv.rounded_caches import rounded
+from mlx_blockpool.model_files.calculator import cost_of
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 
 BITS = ["K8V8", "K4V4", "K8V4", "K16V8"]
-MODELS = [f"{name} {bits}" for bits in BITS for name in ("llama", "qwen2", "gemma3_text", "gpt_oss")]
+MODELS = [
+    f"{name} {bits}" for bits in BITS for name in ("llama", "qwen2", "gemma3_text", "gpt_oss")
+]
 # mlx-lm's own quantised caches serve full layers, whose keys and values have the same bits.
 STOCK = [f"{name} {bits}" for bits in BITS[:2] for name in ("llama", "qwen2")]
-STEPS = 64 if is_thorough() else 16
-# Two chunks of each prompt, and then its STEPS tokens. The first two end beyond every window, with the first chunk or later.
-PROMPTS = [(words(seed, sum(chunks) + STEPS), chunks) for seed, chunks in enumerate([(300, 290), (120, 230), (9, 30)])]
+STEPS = many(16, 64)
+# Two chunks of each prompt, and then its STEPS tokens. The first two end beyond every window, with
+# the first chunk or later.
+PROMPTS = [
+    (words(seed, sum(chunks) + STEPS), chunks)
+    for seed, chunks in enumerate([(300, 290), (120, 230), (9, 30)])
+]
 
 
 @functools.cache
 def model_of(name: str, dtype: mx.Dtype = mx.float32) -> Any:
-    """As mlx-lm makes it, with narrow weights: a word of 8 bits that rounds the other way moves its logits by 1e-6."""
+    """As mlx-lm makes it, with narrow weights: a word of 8 bits that rounds the other way moves
+    its logits by 1e-6.
+    """
     model = new_model(name)
     model.update(tree_map(lambda p: p * 0.3 if p.ndim > 1 else p, model.parameters()))
     model.set_dtype(dtype)
@@ -48,7 +58,7 @@ def model_of(name: str, dtype: mx.Dtype = mx.float32) -> Any:
 def attached(name: str, dtype: mx.Dtype = mx.float32) -> tuple[Any, ModelCacheSpec]:
     """A copy of it, attached, and its spec."""
     model = copy.deepcopy(model_of(name, dtype))
-    arena = KVArena(spec_of_loaded(model).with_bits(bits_of(name)), ROOMY)
+    arena = KVArena(describe(model).with_bits(bits_of(name)), ROOMY)
     assert attach(model, arena)
     assert arena.spec.bits is not None
     return model, arena.spec
@@ -97,20 +107,24 @@ def assert_near(found: mx.array, needed: mx.array, within: float = 1e-5) -> None
 
 
 def summed_otherwise(name: str) -> float:
-    """How near logits are that were summed in another order, over several runs: of 4-bit words one may round the other way."""
+    """How near logits are that were summed in another order, over several runs: of 4-bit words
+    one may round the other way.
+    """
     return 1e-3 if "4" in name else 1e-5
 
 
 def open_arena(name: str) -> tuple[Any, KVArena]:
     model, spec = attached(name)
     arena = KVArena(spec, ROOMY)
-    arena.ragged = True
+    arena.capabilities = RAGGED
     return model, arena
 
 
 @pytest.mark.parametrize("name", only(STOCK, "qwen2 K8V8"))
 def test_rounded_caches_are_mlx_lms_quantised_ones(name: str) -> None:
-    """So that they can stand for them where mlx-lm has none: windows, and values in other bits than keys."""
+    """So that they can stand for them where mlx-lm has none: windows, and values in other bits
+    than keys.
+    """
     size = attached(name)[1].forms(attached(name)[1].groups[0].layer)[0].group_size
     quantised = [QuantizedKVCache(size, bits_of(name).keys) for _ in attached(name)[1].leaves]
     assert_near(expected(name, 0), logits(model_of(name), quantised, 0))
@@ -148,9 +162,13 @@ def test_forks_of_one_prefix_give_the_logits_of_mlx_lm(name: str, path: str) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [f"{name} {bits}" for name in ("llama", "gemma3_text") for bits in BITS])
+@pytest.mark.parametrize(
+    "name", [f"{name} {bits}" for name in ("llama", "gemma3_text") for bits in BITS]
+)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
-def test_models_in_16_bits_stay_in_them_and_as_near_to_float32_as_rounded_caches(name: str, dtype: mx.Dtype) -> None:
+def test_models_in_16_bits_stay_in_them_and_as_near_to_float32_as_rounded_caches(
+    name: str, dtype: mx.Dtype
+) -> None:
     """mlx-lm's own quantised products in 16 bits are seven times as far away."""
     model, spec = attached(name, dtype)
     caches = pooled_caches(KVArena(spec, ROOMY))
@@ -160,7 +178,7 @@ def test_models_in_16_bits_stay_in_them_and_as_near_to_float32_as_rounded_caches
     assert distance(found, needed) <= 1.5 * distance(expected(name, 0, dtype), needed)
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 CONTEXT = 4096
 WIDE = ModelCacheSpec("test", (FullLayer(1, 128, 128),), "bfloat16")
@@ -189,7 +207,10 @@ def test_more_agents_fit_by_plan_and_in_the_pool(bits: int, share: float, more: 
     arenas = [KVArena(own, POOL) for own in (spec, WIDE)]
     for arena in arenas:
         pooled_caches(arena)[0].update_and_fetch(*mx.zeros((2, 1, 1, 5, 128), mx.bfloat16))
-    sizes = [sum(a.nbytes for a in arena.arrays()) / sum(c.total for c in arena.pool.counts()) for arena in arenas]
+    sizes = [
+        sum(a.nbytes for a in arena.arrays()) / sum(c.total for c in arena.pool.counts())
+        for arena in arenas
+    ]
     assert sizes[0] <= share * sizes[1]
 
 
@@ -197,12 +218,19 @@ def test_more_agents_fit_by_plan_and_in_the_pool(bits: int, share: float, more: 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
 def test_prefill_takes_a_fixed_amount_more_than_unquantised(dtype: mx.Dtype) -> None:
     """The dequantised keys and values of some heads, whatever the context."""
-    model = make_model("llama", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=128, num_hidden_layers=1)
+    model = make_model(
+        "llama",
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=1,
+    )
     model.set_dtype(dtype)
     rows = mx.random.normal((2, 1, 8, 4096, 128)).astype(dtype)
     peaks = {}
     for bits in (None, 8, 4):
-        spec = spec_of_loaded(model).with_bits(KVBits(bits, bits))
+        spec = describe(model).with_bits(KVBits(bits, bits))
         arena = KVArena(spec, spec.bytes_per_agent(9_000))
         assert attach(model, arena)
         (cache,) = caches = pooled_caches(arena)

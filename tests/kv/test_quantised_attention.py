@@ -1,4 +1,6 @@
-"""Attention to quantised runs against mlx's own attention to the same rows as the model computes them."""
+"""Attention to quantised runs against mlx's own attention to the same rows as the model computes
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,16 @@ import mlx.core as mx
 import pytest
 from thorough import only
 
-from mlx_blockpool.kv import runs
+from mlx_blockpool.kv import attention
 from mlx_blockpool.kv.attach import scaled_dot_product_attention
-from mlx_blockpool.kv.rows import Quantised, View, dense, in_form, joined, tokens
-from mlx_blockpool.kv.runs import attend_by_heads, attend_cluster, attend_quantised, attend_runs, group_queries
+from mlx_blockpool.kv.attention import (
+    attend_by_heads,
+    attend_cluster,
+    attend_quantised,
+    attend_runs,
+    group_queries,
+)
+from mlx_blockpool.kv.quantised import Quantised, View, dense, in_form, joined, tokens
 from mlx_blockpool.spec import Form
 
 KV_HEADS, HEADS = 2, 6
@@ -35,17 +43,26 @@ def random(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> mx.array
 def quantised(shape: Any, n: int, dtype: mx.Dtype, seed: int = 1, kv_heads: int = KV_HEADS) -> View:
     """Keys and values of `n` tokens, a view of a longer array."""
     keys, values = (
-        tokens(in_form(random(1, kv_heads, n + 30, dim, dtype=dtype, seed=seed + 100 * i), form), 20, 20 + n)
+        tokens(
+            in_form(random(1, kv_heads, n + 30, dim, dtype=dtype, seed=seed + 100 * i), form),
+            20,
+            20 + n,
+        )
         for i, (form, dim) in enumerate(zip(shape[:2], shape[2:], strict=True))
     )
     return keys, values
 
 
 def cut(view: View, *ends: int) -> list[View]:
-    return [(tokens(view[0], a, b), tokens(view[1], a, b)) for a, b in zip((0, *ends), (*ends, None), strict=True)]
+    return [
+        (tokens(view[0], a, b), tokens(view[1], a, b))
+        for a, b in zip((0, *ends), (*ends, None), strict=True)
+    ]
 
 
-def expected(queries: mx.array, view: View, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
+def expected(
+    queries: mx.array, view: View, scale: float, mask: Any = None, sinks: Any = None
+) -> mx.array:
     found: mx.array = mx.fast.scaled_dot_product_attention(
         queries, dense(view[0]), dense(view[1]), scale=scale, mask=mask, sinks=sinks
     )
@@ -60,13 +77,21 @@ def in_float32(queries: mx.array, view: View, scale: float, sinks: Any = None) -
         else r.astype(mx.float32)
         for r in view
     )
-    return expected(queries.astype(mx.float32), (keys, values), scale, None, None if sinks is None else sinks.astype(mx.float32))
+    return expected(
+        queries.astype(mx.float32),
+        (keys, values),
+        scale,
+        None,
+        None if sinks is None else sinks.astype(mx.float32),
+    )
 
 
 def assert_close(found: mx.array, needed: mx.array, dtype: mx.Dtype) -> None:
     assert found.dtype == dtype, "the model's own type goes on"
     assert found.shape == needed.shape
-    assert (mx.abs(found.astype(mx.float32) - needed).max() <= TOLERANCES[dtype] * mx.abs(needed).max()).item()
+    assert (
+        mx.abs(found.astype(mx.float32) - needed).max() <= TOLERANCES[dtype] * mx.abs(needed).max()
+    ).item()
 
 
 @pytest.mark.sampled
@@ -99,14 +124,18 @@ def test_one_token_takes_a_mask_in_place(mask: Any) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_cluster_attends_like_each_of_its_members(shape: Any, dtype: mx.Dtype, sinks: bool) -> None:
+def test_a_cluster_attends_like_each_of_its_members(
+    shape: Any, dtype: mx.Dtype, sinks: bool
+) -> None:
     queries = random(3, HEADS, 1, shape[2], dtype=dtype)
     shared = quantised(shape, 300, dtype)
     own = [quantised(shape, n, dtype, 2 + n) for n in (3, 200, 40)]
     sink = random(HEADS, dtype=dtype, seed=9) if sinks else None
     grouped = group_queries(queries, KV_HEADS, 0.25)
     rows = None if sink is None else sink.reshape(KV_HEADS, -1)
-    found = attend_cluster(grouped, cut(shared, 256), [[o] for o in own], rows).reshape(3, HEADS, 1, -1)
+    found = attend_cluster(grouped, cut(shared, 256), [[o] for o in own], rows).reshape(
+        3, HEADS, 1, -1
+    )
     for i in range(3):
         whole = joined([shared[0], own[i][0]], 2), joined([shared[1], own[i][1]], 2)
         assert_close(found[i : i + 1], in_float32(queries[i : i + 1], whole, 0.25, sink), dtype)
@@ -120,7 +149,7 @@ def test_a_cluster_attends_like_each_of_its_members(shape: Any, dtype: mx.Dtype,
 def test_several_tokens_attend_as_to_the_rows_that_the_model_computed(
     shape: Any, dtype: mx.Dtype, mask: Any, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "PIECE_BYTES", piece)
+    monkeypatch.setattr(attention, "PIECE_BYTES", piece)
     n, length = 300, 7
     view, queries = quantised(shape, n, dtype), random(1, HEADS, length, shape[2], dtype=dtype)
     seen = mx.arange(n)[None] <= n - length + mx.arange(length)[:, None]
@@ -138,12 +167,15 @@ def test_several_tokens_attend_as_to_the_rows_that_the_model_computed(
 
 def test_one_token_evaluates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step that waits inside a forward ends the overlap of steps."""
-    monkeypatch.setattr(runs, "PIECE_BYTES", 1)
+    monkeypatch.setattr(attention, "PIECE_BYTES", 1)
     view, queries = quantised(SHAPES[0], 50, mx.float32), random(1, HEADS, 1, 64)
     needed = expected(queries, view, 0.25)
     with monkeypatch.context() as patched:
         patched.setattr(mx, "eval", lambda *_: pytest.fail("it evaluates"))
-        found = [attend_quantised(queries, [view], 0.25, mask, None) for mask in (None, mx.ones((1, 50), mx.bool_))]
+        found = [
+            attend_quantised(queries, [view], 0.25, mask, None)
+            for mask in (None, mx.ones((1, 50), mx.bool_))
+        ]
     assert all(mx.allclose(f, needed, atol=1e-5).item() for f in found)
 
 
@@ -155,16 +187,23 @@ def test_a_layer_that_reads_anothers_rows_without_a_cache(length: int) -> None:
     assert mx.allclose(found, expected(queries, view, 0.25, mask), atol=1e-5).item()
 
 
-@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the peak of other devices depends on their kernels")
+@pytest.mark.skipif(
+    mx.default_device() != mx.cpu, reason="the peak of other devices depends on their kernels"
+)
 @pytest.mark.parametrize("dtype", only([mx.float32, mx.bfloat16], mx.bfloat16), ids=str)
 def test_the_peak_of_a_chunk_is_bounded(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "PIECE_BYTES", 2**20)
+    monkeypatch.setattr(attention, "PIECE_BYTES", 2**20)
     view = quantised(SHAPES[0], 2048, dtype, kv_heads=8)
     queries, rows = random(1, 8, 4, 64, dtype=dtype), (dense(view[0]), dense(view[1]))
     mx.eval(view, queries, rows)
-    peaks = [peak(lambda: expected(queries, rows, 0.25)), peak(lambda: attend_by_heads(queries, [view], 0.25, "causal", None))]
+    peaks = [
+        peak(lambda: expected(queries, rows, 0.25)),
+        peak(lambda: attend_by_heads(queries, [view], 0.25, "causal", None)),
+    ]
     all_heads = sum(r.nbytes for r in rows)
-    assert peaks[1] <= peaks[0] + 2 * runs.PIECE_BYTES < all_heads, f"{peaks} bytes beside {all_heads} of dequantised rows"
+    assert peaks[1] <= peaks[0] + 2 * attention.PIECE_BYTES < all_heads, (
+        f"{peaks} bytes in addition to {all_heads} of dequantised rows"
+    )
 
 
 def peak(attend: Any) -> int:

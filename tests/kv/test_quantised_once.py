@@ -1,4 +1,6 @@
-"""Each row is quantised once, when its token is computed: words that were quantised again would be others."""
+"""Each row is quantised once, when its token is computed: words that were quantised again would
+be others.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from mlx_blockpool import PrefixCache, attach, from_stock, make_prompt_cache
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.engine.request import Request, Started
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import spec_of_loaded
-from mlx_blockpool.kv.parts import as_stock, batch_of, member_of
+from mlx_blockpool.kv.build import describe
+from mlx_blockpool.kv.capabilities import RAGGED
+from mlx_blockpool.kv.prompt_cache import as_stock, batch_of, member_of
 from mlx_blockpool.spec import ModelCacheSpec
 
 POOL_BYTES = 40_000_000
@@ -30,19 +33,21 @@ PROMPT = [i * 7 % 131 for i in range(800)]
 @functools.cache
 def made() -> tuple[Any, ModelCacheSpec]:
     model = make_model("gemma3_text", head_dim=32, num_hidden_layers=2)
-    spec = spec_of_loaded(model).with_bits(KVBits(8, 8))
+    spec = describe(model).with_bits(KVBits(8, 8))
     assert attach(model, KVArena(spec, POOL_BYTES))
     return model, spec
 
 
 def open_arena() -> KVArena:
     arena = KVArena(made()[1], POOL_BYTES)
-    arena.ragged = True
+    arena.capabilities = RAGGED
     return arena
 
 
 class Count:
-    """Tokens of the rows that were quantised since it was last read; keys and values of each layer count as one."""
+    """Tokens of the rows that were quantised since it was last read; keys and values of each
+    layer count as one.
+    """
 
     def __init__(self) -> None:
         self.rows = 0

@@ -1,4 +1,6 @@
-"""Parts of small models on a ring of two: pools on every rank, and the replies of the whole model on one."""
+"""Parts of small models on a ring of two: pools on every rank, and the replies of the whole
+model on one.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,13 @@ def test_the_readmes_script_replies_on_several_ranks_as_on_one() -> None:
 
 def script(ranks: Ranks) -> str:
     """What a script prints that mlx.launch starts."""
-    (example,) = (code for code in blocks("python", "mlx_blockpool/README.md") if "sharded_load" in code)
+    (example,) = (
+        code for code in blocks("python", "mlx_blockpool/README.md") if "sharded_load" in code
+    )
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(example, {})
-    # The step that generate() has encoded ahead is in another stream than what comes next between the ranks.
+    # The step that generate() has encoded ahead is in another stream than what comes next between
+    # the ranks.
     mx.synchronize(generation_stream)
     return out.getvalue()
 
@@ -75,7 +80,10 @@ def stages(ranks: Ranks) -> dict[str, bool]:
 
 
 def compare(name: str, model: Any, ranks: Ranks, bits: KVBits | None = None) -> bool:
-    """Whether the batches of a part are ragged. It replies as the whole model does, at first and to known prompts."""
+    """Whether the batches of a part are ragged.
+
+    It replies as the whole model does, at first and to known prompts.
+    """
     mx.eval(model.parameters())
     own = BlockPoolBatchEngine(model, open_caches(model, ROOMY, bits=bits, ranks=ranks), BY_COUNT)
     whole = BlockPoolBatchEngine.open(small(name), ROOMY, BY_COUNT, bits=bits)
@@ -90,8 +98,12 @@ def compare(name: str, model: Any, ranks: Ranks, bits: KVBits | None = None) -> 
 
 def replies(engine: BlockPoolBatchEngine, grown: int) -> list[list[int]]:
     """Greedy replies to three prompts at once, two of which begin alike."""
-    prompts = [[(5 * i + k * (i > 200)) % 120 + 1 for i in range(220 + 40 * k + grown)] for k in range(3)]
-    found: dict[int, list[int]] = {engine.insert(Request(prompt, max_tokens=12)): [] for prompt in prompts}
+    prompts = [
+        [(5 * i + k * (i > 200)) % 120 + 1 for i in range(220 + 40 * k + grown)] for k in range(3)
+    ]
+    found: dict[int, list[int]] = {
+        engine.insert(Request(prompt, max_tokens=12)): [] for prompt in prompts
+    }
     while len(engine):
         for event in engine.next():
             if isinstance(event, Token):
@@ -101,7 +113,11 @@ def replies(engine: BlockPoolBatchEngine, grown: int) -> list[list[int]]:
 
 def small(name: str) -> Any:
     """A model that two ranks can share; the same weights on each."""
-    config = {**(CONFIGS.get(name) or ARCHITECTURES[name]), "vocab_size": 132, "num_attention_heads": 4}
+    config = {
+        **(CONFIGS.get(name) or ARCHITECTURES[name]),
+        "vocab_size": 132,
+        "num_attention_heads": 4,
+    }
     if name == "qwen2":
         config |= {"hidden_size": 256}
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")

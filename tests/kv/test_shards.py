@@ -1,4 +1,6 @@
-"""Parts of one model on several ranks: pools that are counted alike, attached on all ranks or on none, and what a stage sends."""
+"""Parts of one model on several ranks: pools that are counted alike, attached on all ranks or on
+none, and what a stage sends.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from mlx_blockpool.config import KVBits
 from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.errors import GroupError, SpecError
 from mlx_blockpool.kv import shards
-from mlx_blockpool.kv.attach import attach
-from mlx_blockpool.kv.factory import arena_for, make_prompt_cache, open_pool, spec_of_loaded, try_out
-from mlx_blockpool.kv.parts import batch_of
+from mlx_blockpool.kv.build import allocate, attach, describe, open_pool
 from mlx_blockpool.kv.pool import BlockPool
-from mlx_blockpool.kv.shards import agreed, apart, is_stage
-from mlx_blockpool.memory import batch_memory
+from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache
+from mlx_blockpool.kv.shards import agreed, is_stage, without_collectives
 from mlx_blockpool.mlx_lm_compat import rebind
+from mlx_blockpool.model_files.memory import batch_memory
+from mlx_blockpool.prefix.eviction import eviction_order
 from mlx_blockpool.ranks.group import ALONE
 from mlx_blockpool.spec import ModelCacheSpec
 from mlx_blockpool.tier.opening import open_prefix
@@ -34,7 +36,11 @@ from mlx_blockpool.tier.opening import open_prefix
 # Ranks with more and fewer layers of the same kinds, in several orders.
 PARTS = [
     ModelCacheSpec("m", layers, "float32")
-    for layers in ((STATE, FULL, WINDOW), (WINDOW, STATE, STATE, FULL, FULL), (FULL, WINDOW, WINDOW, STATE))
+    for layers in (
+        (STATE, FULL, WINDOW),
+        (WINDOW, STATE, STATE, FULL, FULL),
+        (FULL, WINDOW, WINDOW, STATE),
+    )
 ]
 POOL_BYTES = 300_000
 
@@ -46,7 +52,9 @@ def counted() -> list[ModelCacheSpec]:
 def test_all_ranks_count_the_largest_blocks_and_states_in_one_order() -> None:
     specs = counted()
     assert [[group.layer for group in spec.groups] for spec in specs] == [[FULL, WINDOW]] * 3
-    assert [[spec.bytes_per_block(group) for group in spec.groups] for spec in specs] == [[8192, 8192]] * 3
+    assert [[spec.bytes_per_block(group) for group in spec.groups] for spec in specs] == [
+        [8192, 8192]
+    ] * 3
     assert [spec.fixed_bytes_per_agent() for spec in specs] == [88] * 3
     assert [spec.fingerprint() for spec in specs] == [spec.fingerprint() for spec in PARTS]
     assert [BlockPool(spec, POOL_BYTES).sequence_capacity() for spec in specs] == [34 * 256] * 3
@@ -58,8 +66,13 @@ def test_all_ranks_count_the_largest_blocks_and_states_in_one_order() -> None:
 def test_a_spec_that_is_changed_is_no_longer_counted() -> None:
     spec = counted()[1]
     assert spec.with_bits(None) is spec
-    assert [other.counted for other in (spec.with_dtype("float16"), spec.with_windows(512, 4))] == [None, None]
-    quantised = replace(spec, layers=(replace(FULL, key_dim=64, value_dim=64),), counted=None).with_bits(KVBits())
+    assert [other.counted for other in (spec.with_dtype("float16"), spec.with_windows(512, 4))] == [
+        None,
+        None,
+    ]
+    quantised = replace(
+        spec, layers=(replace(FULL, key_dim=64, value_dim=64),), counted=None
+    ).with_bits(KVBits())
     assert quantised.with_bits(None).counted is None
 
 
@@ -75,8 +88,17 @@ def test_ranks_with_unlike_numbers_of_layers_hit_and_evict_alike() -> None:
             hit = life.answer(prompt, places=[600])
             pool, index = life.arena.pool, life.prefix.index
             counts = [astuple(replace(each, group="")) for each in pool.settle()]
-            order = [pool.eviction_order(group) for group in range(len(pool.groups))]
-            found.append((hit, counts, order, [dict(each.slabs) for each in pool.groups], index.state_bytes, index.nbytes))
+            order = [eviction_order(pool, group) for group in range(len(pool.groups))]
+            found.append(
+                (
+                    hit,
+                    counts,
+                    order,
+                    [dict(each.slabs) for each in pool.groups],
+                    index.state_bytes,
+                    index.nbytes,
+                )
+            )
         assert life.arena.nbytes <= POOL_BYTES
         return found
 
@@ -116,21 +138,27 @@ def test_a_part_that_one_rank_cannot_describe_is_refused_by_all() -> None:
 def test_a_model_is_attached_on_all_ranks_or_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank finds other logits; the others detach theirs. The least pool counts."""
     tolerance = iter([1e-3, -1.0, 1e-3, 1e-3])
-    monkeypatch.setattr("mlx_blockpool.kv.attach._tolerance", lambda *_: next(tolerance))
+    monkeypatch.setattr("mlx_blockpool.kv.probe._tolerance", lambda *_: next(tolerance))
 
     def opened(ranks: ThreadRanks) -> tuple[bool, bool, int]:
         model = make_model("llama")
         caches: Any = open_caches(model, 4_000_000 + ranks.rank, ranks=ranks)
-        is_attached = any("_attached_from" in type(module).__dict__ for _, module in model.named_modules())
+        is_attached = any(
+            "_attached_from" in type(module).__dict__ for _, module in model.named_modules()
+        )
         return caches.ragged, is_attached, caches.prefix.pool.pool_bytes
 
     assert on_ranks(2, opened) == [(False, False, 2_000_000)] * 2
 
 
-def test_all_ranks_try_as_many_passes_of_a_quantised_model_as_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of layers meet in every pass: one rank finds other logits in the batch, and the others go no further either."""
+def test_all_ranks_try_as_many_passes_of_a_quantised_model_as_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parts of layers meet in every pass: one rank finds other logits in the batch, and the
+    others go no further either.
+    """
     tolerance = iter([-1.0] + [1.0] * 3)
-    monkeypatch.setattr("mlx_blockpool.kv.attach._tolerance", lambda *_: next(tolerance))
+    monkeypatch.setattr("mlx_blockpool.kv.probe._tolerance", lambda *_: next(tolerance))
     parts = [make_model("llama", head_dim=64) for _ in range(2)]
     passes = Counter[int]()
 
@@ -142,18 +170,20 @@ def test_all_ranks_try_as_many_passes_of_a_quantised_model_as_each_other(monkeyp
     def tried(ranks: ThreadRanks) -> bool:
         model = parts[ranks.rank]
         model.__class__ = Counted
-        pool = arena_for(model, lambda: spec_of_loaded(model, ranks=ranks).with_bits(KVBits()), 4_000_000, ranks=ranks)
+        pool = allocate(describe(model, ranks=ranks).with_bits(KVBits()), 4_000_000, ranks=ranks)
         return attach(model, pool, ranks)
 
     assert on_ranks(2, tried) == [False, False]
     assert passes[id(parts[0])] == passes[id(parts[1])] > 0
 
 
-# -- stages ------------------------------------------------------------------------------------------------------------
+# -- stages ----------------------------------------------------------------------------------------
 
 
 class Wire:
-    """Two stages in one process: the second one runs first, and what it sends is what the first one receives."""
+    """Two stages in one process: the second one runs first, and what it sends is what the first
+    one receives.
+    """
 
     def __init__(self) -> None:
         self.sent: list[mx.array] = []
@@ -187,7 +217,9 @@ class _Group:
 
 
 def stages() -> list[Any]:
-    """The stages of a qwen2 of 3 layers, in the order of their ranks: the first one has the last two layers."""
+    """The stages of a qwen2 of 3 layers, in the order of their ranks: the first one has the last
+    two layers.
+    """
     wire = Wire()
     call = rebind(qwen2.Qwen2Model.__call__, mx=_MX(wire))
     staged = type("Staged", (qwen2.Qwen2Model,), {"__call__": call})
@@ -203,40 +235,52 @@ def stages() -> list[Any]:
 def test_a_stage_computes_its_own_layers_apart() -> None:
     last, first = stages()
     tokens = mx.array([[1, 2, 3]])
-    with apart(last), apart(first):
+    with without_collectives(last), without_collectives(first):
         assert not is_stage(last)
         assert last(tokens).shape == first(tokens).shape
-    assert (last.model.pipeline_rank, first.model.pipeline_rank, first.model.pipeline_size) == (0, 1, 2)
+    assert (last.model.pipeline_rank, first.model.pipeline_rank, first.model.pipeline_size) == (
+        0,
+        1,
+        2,
+    )
 
 
 def test_a_part_of_a_model_needs_pools_on_all_ranks(tmp_path: Path) -> None:
-    message = r"This is one rank's part of a model. Open its pool with open_pool\(model, group=group\), on every rank."
+    message = (
+        r"This is one rank's part of a model. Open its pool with open_pool\(model, group=group\), "
+        r"on every rank."
+    )
     for open_it in (open_pool, open_caches, lambda part: open_prefix(part, tmp_path)):
         with pytest.raises(GroupError, match=message):
             open_it(stages()[0])
 
 
 def test_stages_send_in_prefill_and_decode_as_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ragged batch and a sequence alone: what a stage puts back is evaluated, and is no view of a slab."""
+    """A ragged batch and a sequence alone: what a stage puts back is evaluated, and is no view
+    of a slab.
+    """
     evaluated: list[mx.array] = []
-    monkeypatch.setattr(shards, "put_back", evaluated.append)
-    monkeypatch.setattr("mlx_blockpool.kv.batch_cache.put_back", evaluated.append)
-    monkeypatch.setattr("mlx_blockpool.kv.layer_caches.put_back", evaluated.append)
+    monkeypatch.setattr(shards, "send_now", evaluated.append)
+    monkeypatch.setattr("mlx_blockpool.kv.batch_cache.send_now", evaluated.append)
+    monkeypatch.setattr("mlx_blockpool.kv.layer_caches.send_now", evaluated.append)
     parts = stages()
 
     def opened(ranks: ThreadRanks) -> Any:
         model = parts[ranks.rank]
-        pool = arena_for(model, lambda: spec_of_loaded(model, ranks=ranks), 4_000_000, ranks=ranks)
-        try_out(model, pool, True, ranks)
+        pool = allocate(describe(model, ranks=ranks), 4_000_000, ranks=ranks)
+        attach(model, pool, ranks)
         return pool
 
     pools = on_ranks(2, opened, "pipeline")
-    assert [(pool.ragged, pool.is_stage) for pool in pools] == [(True, True)] * 2
+    assert [(pool.capabilities.ragged, pool.capabilities.is_stage) for pool in pools] == [
+        (True, True)
+    ] * 2
     whole = make_model("qwen2", num_hidden_layers=3)
     pool = open_pool(whole, 4_000_000)
-    assert not pool.is_stage
+    assert not pool.capabilities.is_stage
     caches = [
-        [make_prompt_cache(model, own) for _ in range(2)] for model, own in zip((*parts, whole), (*pools, pool), strict=True)
+        [make_prompt_cache(model, own) for _ in range(2)]
+        for model, own in zip((*parts, whole), (*pools, pool), strict=True)
     ]
     for own in zip(*caches, strict=True):
         prompt = mx.array([list(range(3, 70))])

@@ -1,4 +1,6 @@
-"""What a pool holds in quantised blocks: the words that mlx makes of each row, wherever it is written and copied."""
+"""What a pool holds in quantised blocks: the words that mlx makes of each row, wherever it is
+written and copied.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 
 from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.rows import Rows, arrays_of, dense, in_form, joined, tokens
+from mlx_blockpool.kv.quantised import Rows, arrays_of, dense, in_form, joined, tokens
 from mlx_blockpool.kv.sequence import SequenceBlocks, join
 from mlx_blockpool.spec import BLOCK_TOKENS, Form, FullLayer, ModelCacheSpec, WindowLayer
 
@@ -22,14 +24,18 @@ ALL_BITS = [KVBits(8, 8), KVBits(4, 4), KVBits(8, 4), KVBits(None, 8)]
 
 def make_arena(bits: KVBits | None, blocks: int = 8, **config: Any) -> KVArena:
     spec = SPEC.with_bits(bits)
-    return KVArena(spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups), PoolConfig(**config))
+    return KVArena(
+        spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups), PoolConfig(**config)
+    )
 
 
 def random(arena: KVArena, count: int, seed: int, group: int = 0) -> tuple[mx.array, mx.array]:
     """Keys and values of a chunk; heads and tokens swapped, as models write them."""
     layer = arena.spec.groups[group].layer
     made = (
-        mx.random.normal((1, count, layer.kv_heads, dim), key=mx.random.key(2 * seed + i)).astype(arena.dtype).swapaxes(1, 2)
+        mx.random.normal((1, count, layer.kv_heads, dim), key=mx.random.key(2 * seed + i))
+        .astype(arena.dtype)
+        .swapaxes(1, 2)
         for i, dim in enumerate((layer.key_dim, layer.value_dim))
     )
     keys, values = made
@@ -42,7 +48,11 @@ def quantised(arena: KVArena, rows: tuple[mx.array, mx.array], group: int = 0) -
 
 
 def same(found: tuple[Rows, Rows], expected: tuple[Rows, Rows]) -> bool:
-    pairs = [pair for a, b in zip(found, expected, strict=True) for pair in zip(arrays_of(a), arrays_of(b), strict=True)]
+    pairs = [
+        pair
+        for a, b in zip(found, expected, strict=True)
+        for pair in zip(arrays_of(a), arrays_of(b), strict=True)
+    ]
     return all(a.dtype == b.dtype and bool(mx.array_equal(a, b).item()) for a, b in pairs)
 
 
@@ -74,13 +84,22 @@ def count_quantised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize(("bits", "most"), [(KVBits(8, 8), 0.54), (KVBits(4, 4), 0.30), (KVBits(8, 4), 0.42)], ids=str)
+@pytest.mark.parametrize(
+    ("bits", "most"), [(KVBits(8, 8), 0.54), (KVBits(4, 4), 0.30), (KVBits(8, 4), 0.42)], ids=str
+)
 def test_the_arrays_take_what_the_spec_says(bits: KVBits, most: float) -> None:
     spec = ModelCacheSpec("llama", (FullLayer(2, 128, 128),) * 2, "bfloat16")
     sizes = []
     for used in (spec, spec.with_bits(bits)):
-        arena = KVArena(used, 64 * used.bytes_per_block(used.groups[0]), PoolConfig(preallocate=True))
-        assert arena.nbytes == sum(a.nbytes for a in arena.arrays()) == arena.pool.nbytes == arena.pool.pool_bytes
+        arena = KVArena(
+            used, 64 * used.bytes_per_block(used.groups[0]), PoolConfig(preallocate=True)
+        )
+        assert (
+            arena.nbytes
+            == sum(a.nbytes for a in arena.arrays())
+            == arena.pool.nbytes
+            == arena.pool.pool_bytes
+        )
         sizes.append(arena.nbytes)
     assert sizes[1] <= most * sizes[0]
 
@@ -93,7 +112,10 @@ def test_a_chunk_over_several_runs_is_read_back_word_for_word(bits: KVBits) -> N
     views = sequence.read(place, 700)
     assert len(views) == 3
     assert same(join(views), quantised(arena, rows))
-    assert same(join(sequence.read(place, 300)), quantised(arena, (rows[0][:, :, :300], rows[1][:, :, :300])))
+    assert same(
+        join(sequence.read(place, 300)),
+        quantised(arena, (rows[0][:, :, :300], rows[1][:, :, :300])),
+    )
 
 
 def test_rows_are_quantised_once_and_words_never(count_quantised: list[int]) -> None:
@@ -117,7 +139,9 @@ def test_one_token_of_each_sequence_is_put_in_its_place(bits: KVBits) -> None:
     mx.eval(before)
     expected = [
         joined([tokens(half, 0, 7), *new, tokens(half, 8, 20), *newer, tokens(half, 21)], 2)
-        for half, new, newer in zip(before, *([[r] for r in quantised(arena, rows[i])] for i in (1, 2)), strict=True)
+        for half, new, newer in zip(
+            before, *([[r] for r in quantised(arena, rows[i])] for i in (1, 2)), strict=True
+        )
     ]
     mx.eval(expected)
     del before

@@ -1,7 +1,9 @@
-"""Prompts, and what stands in for a model: the keys and states of a token say what they were computed from.
+"""Prompts, and what stands in for a model: the keys and states of a token say what they were
+computed from.
 
-The key of a token is a number made of its position and of all tokens up to it, its value 1000 more. So a block of another
-prompt, of another position or of a neighbour that wrote into a shared block is found, and can be read in the failure.
+The key of a token is a number made of its position and of all tokens up to it, its value 1000 more.
+So a block of another prompt, of another position or of a neighbour that wrote into a shared block
+is found, and can be read in the failure.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
-from mlx_blockpool.kv.parts import leaves_of
-from mlx_blockpool.kv.rows import dense
-from mlx_blockpool.kv.state_caches import PooledArraysCache
+from mlx_blockpool.kv.other_caches import PooledArraysCache
+from mlx_blockpool.kv.prompt_cache import leaves_of
+from mlx_blockpool.kv.quantised import dense
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.retention import RetentionPolicy
 from mlx_blockpool.prefix.salts import SHARED
@@ -58,7 +60,10 @@ def keys_of(tokens: Sequence[int], start: int, layer: int, dim: int = 2) -> mx.a
 def state_of(tokens: Sequence[int], leaf: int) -> list[mx.array]:
     """The state behind these tokens."""
     last = float(numbers(tuple(tokens))[-1]) + leaf * LAYER_STEP
-    return [mx.array([[last, -last, float(len(tokens))]]), mx.full((1, 2, 2), len(tokens) * 1000 + leaf, mx.int64)]
+    return [
+        mx.array([[last, -last, float(len(tokens))]]),
+        mx.full((1, 2, 2), len(tokens) * 1000 + leaf, mx.int64),
+    ]
 
 
 def compute(caches: list[Any], tokens: Sequence[int], start: int, step: int = 0) -> None:
@@ -83,18 +88,28 @@ def look(caches: list[Any], tokens: Sequence[int], count: int) -> None:
             continue
         assert isinstance(cache, PooledKVCache | PooledRotatingKVCache)
         wanted = numbers(tuple(tokens))[:count] + leaf * LAYER_STEP
-        keys, values = (mx.concatenate([dense(rows) for rows in runs], axis=2) for runs in zip(*cache.views(), strict=True))
+        keys, values = (
+            mx.concatenate([dense(rows) for rows in runs], axis=2)
+            for runs in zip(*cache.views(), strict=True)
+        )
         if isinstance(cache, PooledRotatingKVCache):
             keys, values = (cache._temporal_order(array) for array in (keys, values))
             wanted = wanted[-cache.max_size :]
         assert_right(leaf, wanted, np.array(keys)[0, 0], np.array(values)[0, 0])
 
 
-def assert_right(layer: int, wanted: np.ndarray[Any, Any], keys: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+def assert_right(
+    layer: int,
+    wanted: np.ndarray[Any, Any],
+    keys: np.ndarray[Any, Any],
+    values: np.ndarray[Any, Any],
+) -> None:
     """Keys and values [tokens, dim] are those of the numbers `wanted`."""
     assert np.array_equal(wanted, keys[:, 0]), f"layer {layer}: {difference(wanted, keys[:, 0])}"
     assert np.array_equal(-wanted, keys[:, -1])
-    assert np.array_equal(wanted + 1000, values[:, 0]), f"layer {layer}: {difference(wanted + 1000, values[:, 0])}"
+    assert np.array_equal(wanted + 1000, values[:, 0]), (
+        f"layer {layer}: {difference(wanted + 1000, values[:, 0])}"
+    )
 
 
 def difference(expected: Any, actual: Any) -> str:

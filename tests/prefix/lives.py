@@ -1,4 +1,5 @@
-"""A prefix cache from its start to its end, over a store where a folder is given, and requests on it as the engine makes them.
+"""A prefix cache from its start to its end, over a store where a folder is given, and requests on
+it as the engine makes them.
 
 Nothing is computed by a model: see computed.py.
 """
@@ -15,6 +16,7 @@ from store.stores import open_store
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.capabilities import RAGGED
 from mlx_blockpool.prefix.cache import Acquired
 from mlx_blockpool.prefix.retention import RetentionPolicy
 from mlx_blockpool.ranks.group import ALONE, Ranks
@@ -31,7 +33,9 @@ FULL, WINDOW = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 300)
 # A block of each group is 4096 bytes.
 STATED = {
     "hybrid": ModelCacheSpec("m", (STATE, FULL, STATE), "float32"),
-    "composite": ModelCacheSpec("m", (CompositeLayer((STATE, FULL)), CompositeLayer((STATE, WINDOW))), "float32"),
+    "composite": ModelCacheSpec(
+        "m", (CompositeLayer((STATE, FULL)), CompositeLayer((STATE, WINDOW))), "float32"
+    ),
     "states alone": ModelCacheSpec("m", (STATE, STATE), "float32"),
 }
 SPECS = {
@@ -41,12 +45,15 @@ SPECS = {
 }
 BLOCK = 4096
 NOBODY = RetentionPolicy()
-# `bits` are the store's; the pool's are those of the spec.
+# The pool's bits are those of the spec.
 POOL_FIELDS = {field.name for field in fields(PoolConfig)} - {"bits"}
 
 
 class Life:
-    """A prefix cache of `pool_bytes`, over a store where a folder is given. `config`: fields of PoolConfig and of StoreConfig."""
+    """A prefix cache of `pool_bytes`, over a store where a folder is given.
+
+    `config`: fields of PoolConfig and of StoreConfig.
+    """
 
     def __init__(
         self,
@@ -57,23 +64,37 @@ class Life:
         ranks: Ranks = ALONE,
         **config: Any,
     ) -> None:
-        settings = PoolConfig(**{"state_bytes": 100_000, **{name: config.pop(name) for name in POOL_FIELDS & config.keys()}})
+        settings = PoolConfig(
+            **{
+                "state_bytes": 100_000,
+                **{name: config.pop(name) for name in POOL_FIELDS & config.keys()},
+            }
+        )
         self.arena = KVArena(spec, pool_bytes, settings)
-        self.arena.ragged = True
+        self.arena.capabilities = RAGGED
         store = None if folder is None else open_store(folder, disk, **config)
         self.prefix = TieredPrefixCache(self.arena, store=store, config=settings, ranks=ranks)
 
     @property
     def stored(self) -> StoredPrefixes:
-        assert self.prefix.stored is not None
+        assert isinstance(self.prefix.stored, StoredPrefixes)
         return self.prefix.stored
 
     @property
     def store(self) -> PromptStore:
         return self.stored.store
 
-    def answer(self, prompt: Sequence[int], places: Collection[int] = (), kind: str = "assistant", step: int = 0) -> int:
-        """A request kept at `places`, computed in passes of `step` tokens. Returns its hit; what it took over is right."""
+    def answer(
+        self,
+        prompt: Sequence[int],
+        places: Collection[int] = (),
+        kind: str = "assistant",
+        step: int = 0,
+    ) -> int:
+        """A request kept at `places`, computed in passes of `step` tokens.
+
+        Returns its hit; what it took over is right.
+        """
         found = self.prefix.acquire(list(prompt), 20)
         self.compute(found, prompt, places=places, step=step)
         self.prefix.release(list(prompt), found.caches, kind)
@@ -126,9 +147,14 @@ class Life:
 
 
 class Keeper(Life):
-    """A Life of `blocks` blocks, whose requests come from agents and mark beginnings. `now`: its time in seconds."""
+    """A Life of `blocks` blocks, whose requests come from agents and mark beginnings.
 
-    def __init__(self, spec: ModelCacheSpec, blocks: int = 16, folder: Path | None = None, **config: Any) -> None:
+    `now`: its time in seconds.
+    """
+
+    def __init__(
+        self, spec: ModelCacheSpec, blocks: int = 16, folder: Path | None = None, **config: Any
+    ) -> None:
         states = config.setdefault("state_bytes", None) if spec.fixed_bytes_per_agent() else 0
         super().__init__(spec, folder, pool_bytes=blocks * BLOCK + (states or 0), **config)
         self.now = 1000.0
@@ -159,7 +185,11 @@ class Keeper(Life):
         return self.end(found, prompt, pins, policy)
 
     def end(
-        self, found: Acquired, prompt: Sequence[int], pins: Sequence[tuple[int, float]] = (), policy: RetentionPolicy = NOBODY
+        self,
+        found: Acquired,
+        prompt: Sequence[int],
+        pins: Sequence[tuple[int, float]] = (),
+        policy: RetentionPolicy = NOBODY,
     ) -> int:
         self.prefix.release(list(prompt), found.caches, policy=policy)
         for end, seconds in pins:

@@ -1,4 +1,6 @@
-"""What state machines of prefix caches have in common: conversations that hold caches, and what is always right of them."""
+"""What state machines of prefix caches have in common: conversations that hold caches, and what
+is always right of them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ LENGTHS = (1, 40, 255, 256, 257, 300, 310, 512, 600)
 
 @dataclass(eq=False)
 class Conversation:
-    """`tokens` of which the caches hold the first `fed`. `room`: tokens that may still come after the prompt.
+    """`tokens` of which the caches hold the first `fed`. `room`: tokens that may still come after
+    the prompt.
 
-    `forked`: it shares blocks that it did not expect to share, so that its room is not certain any more.
+    `forked`: it shares blocks that it did not expect to share, so that its room is not certain any
+    more.
     """
 
     tokens: list[int]

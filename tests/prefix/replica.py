@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_blockpool.prefix.changes import DISK, MEMORY, AllCleared, BlocksStored, Change
 from mlx_blockpool.prefix.index import KVIndex
-from mlx_blockpool.server.live.snapshot import publish
+from mlx_blockpool.server.watch.event_log import publish
 
 Contents = dict[str, set[bytes]]
 
@@ -24,7 +24,9 @@ class Replica:
             parents = [change.parent, *change.hashes[:-1]]
             there.update(change.hashes)
             known = set().union(*self.contents.values())
-            assert all(parent is None or parent in known for parent in parents), "an edge came before its parent"
+            assert all(parent is None or parent in known for parent in parents), (
+                "an edge came before its parent"
+            )
         else:
             there.difference_update(change.hashes)
 

@@ -1,4 +1,7 @@
-"""PrefixCache: what is handed out, shared, kept and explained. Keys are numbered so that a misplaced token can be read."""
+"""PrefixCache: what is handed out, shared, kept and explained.
+
+Keys are numbered so that a misplaced token can be read.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ from kv.arrays import make_slabs, numbered
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
-from mlx_blockpool.hashing import encode
+from mlx_blockpool.kv.capabilities import RAGGED, Capabilities
 from mlx_blockpool.prefix.cache import Acquired, PrefixCache
+from mlx_blockpool.store.hashing import encode
 
 LONG = list(range(10_000, 10_700))
 
 
 def prefix_cache(*windows: tuple[int, int], blocks: int = 64) -> PrefixCache:
     slabs = make_slabs(*windows, layers=1, blocks=blocks)
-    slabs.ragged = True
+    slabs.capabilities = RAGGED
     return PrefixCache(slabs, "test")
 
 
@@ -54,11 +58,18 @@ def test_a_hit_ends_at_the_exact_token_where_prompts_differ() -> None:
     serve(prefix, LONG)
     other = [*LONG[:613], 7, 8, 9]
     lookup = prefix.look(other)
-    assert (lookup.hit, lookup.cause, lookup.given, lookup.expected[:2]) == (613, "differs", (7, 8, 9), (10_613, 10_614))
+    assert (lookup.hit, lookup.cause, lookup.given, lookup.expected[:2]) == (
+        613,
+        "differs",
+        (7, 8, 9),
+        (10_613, 10_614),
+    )
     acquired = serve(prefix, other)
     assert acquired.lookup == lookup
     assert prefix.look(LONG).hit == 699, "the first is still known"
-    assert prefix.nbytes == 4 * prefix.arena.spec.bytes_per_block(prefix.arena.spec.groups[0]), "two shared blocks and two tails"
+    assert prefix.nbytes == 4 * prefix.arena.spec.bytes_per_block(prefix.arena.spec.groups[0]), (
+        "two shared blocks and two tails"
+    )
 
 
 def test_a_turn_goes_on_in_the_same_partial_block() -> None:
@@ -91,18 +102,25 @@ def test_prompts_computed_side_by_side_are_kept_once() -> None:
     prefix.insert(LONG, compute(one), "system")
     prefix.insert(LONG, compute(two), "system")
     ids = [f.caches[0].sequence.tables[0].ids for f in (one, two)]
-    assert ids[0][:2] == ids[1][:2], "the full blocks of the second were exchanged for those of the first"
+    assert ids[0][:2] == ids[1][:2], (
+        "the full blocks of the second were exchanged for those of the first"
+    )
     assert prefix.pool.settle()[0].held == 4
     assert prefix.stats_by_type()["system"]["n_sequences"] == 1
     prefix.check()
 
 
-def test_insert_compares_only_what_follows_the_blocks_that_the_sequence_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insert_compares_only_what_follows_the_blocks_that_the_sequence_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prefix = prefix_cache()
     serve(prefix, LONG[:512])
     acquired = prefix.acquire(LONG, 10)
     compared = []
-    monkeypatch.setattr("mlx_blockpool.prefix.cache.encode", lambda tokens: compared.append(list(tokens)) or encode(tokens))
+    monkeypatch.setattr(
+        "mlx_blockpool.prefix.cache.encode",
+        lambda tokens: compared.append(list(tokens)) or encode(tokens),
+    )
     prefix.insert(LONG, compute(acquired))
     assert compared == [LONG[512:]]
     ref = prefix.ref_of(acquired.caches)
@@ -241,7 +259,7 @@ def test_namespaces_do_not_meet() -> None:
 
 def test_without_attach_a_hit_is_one_run_of_its_own() -> None:
     prefix = prefix_cache()
-    prefix.arena.ragged = False
+    prefix.arena.capabilities = Capabilities()
     serve(prefix, LONG)
     acquired = prefix.acquire([*LONG[:600], 5], 10)
     table = acquired.caches[0].sequence.tables[0]

@@ -17,12 +17,20 @@ def test_the_tokens_ahead_go_on_in_the_next_block() -> None:
     prefix = prefix_cache()
     serve(prefix, LONG)
     lookup = prefix.look([*LONG[: BLOCK - 3], *range(99)])
-    assert (lookup.cause, lookup.matched, lookup.given) == ("differs", BLOCK - 3, tuple(range(SHOWN)))
+    assert (lookup.cause, lookup.matched, lookup.given) == (
+        "differs",
+        BLOCK - 3,
+        tuple(range(SHOWN)),
+    )
     assert lookup.expected == tuple(LONG[BLOCK - 3 : BLOCK - 3 + SHOWN])
     at_the_edge = prefix.look([*LONG[:BLOCK], 7])
     assert (at_the_edge.cause, at_the_edge.hit) == ("all", BLOCK)
     at_the_edge = prefix.look([*LONG[:BLOCK], 7, 8])
-    assert (at_the_edge.cause, at_the_edge.given, at_the_edge.expected[:2]) == ("differs", (7, 8), (10_256, 10_257))
+    assert (at_the_edge.cause, at_the_edge.given, at_the_edge.expected[:2]) == (
+        "differs",
+        (7, 8),
+        (10_256, 10_257),
+    )
 
 
 def test_a_shorter_known_prompt_and_a_longer_one() -> None:
@@ -41,7 +49,9 @@ def test_without_a_checkpoint_the_tokens_are_told_too() -> None:
     assert (lookup.given, lookup.expected[0]) == ((7, 8), 10_600)
 
 
-def test_what_stays_on_disk_is_not_said_to_be_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stays_on_disk_is_not_said_to_be_different(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = start(tmp_path)
     answer(first.prefix, ONE)
     assert first.prefix.close()
@@ -50,7 +60,11 @@ def test_what_stays_on_disk_is_not_said_to_be_different(tmp_path: Path, monkeypa
     for prompt in ([*ONE, 1], [*ONE[: BLOCK + 9], 1, 2, 3], [*ONE[:9], 1, 2]):
         acquired = again.prefix.acquire(prompt, 20)
         again.prefix.discard(acquired.caches)
-        assert (acquired.lookup.hit, acquired.lookup.cause, acquired.lookup.expected) == (0, "on disk", ())
+        assert (acquired.lookup.hit, acquired.lookup.cause, acquired.lookup.expected) == (
+            0,
+            "on disk",
+            (),
+        )
     assert again.prefix.look([*range(7, 90)]).cause == "new"
 
 
@@ -59,7 +73,11 @@ def test_a_draft_that_knows_less() -> None:
     serve(model, LONG)
     drafted = DraftedPrefix(model, draft)
     acquired = drafted.acquire(LONG, 10)
-    assert (acquired.lookup.hit, acquired.lookup.matched, acquired.lookup.cause) == (0, 700, "draft")
+    assert (acquired.lookup.hit, acquired.lookup.matched, acquired.lookup.cause) == (
+        0,
+        700,
+        "draft",
+    )
     drafted.discard(acquired.caches)
     serve(draft, LONG)
     acquired = drafted.acquire(LONG, 10)

@@ -1,4 +1,6 @@
-"""PrefixCache in place of mlx-lm's LRUPromptCache: the same code runs on both and gets the same replies."""
+"""PrefixCache in place of mlx-lm's LRUPromptCache: the same code runs on both and gets the same
+replies.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,21 @@ import mlx.core as mx
 import pytest
 from kv.arrays import HEADS, KEY_DIM, VALUE_DIM, make_slabs, numbered
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, LRUPromptCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    LRUPromptCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
-from mlx_blockpool.kv.intake import from_stock
-from mlx_blockpool.kv.parts import sequence_of
+from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.capabilities import RAGGED
+from mlx_blockpool.kv.prompt_cache import from_stock, make_prompt_cache, sequence_of
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import ChunkLayer, FullLayer, ModelCacheSpec
 
@@ -37,7 +45,10 @@ def prompt(seed: int, count: int) -> list[int]:
 
 
 def talk(known: Any, model: Any, turns: list[list[int]], make: Any) -> tuple[list[int], list[int]]:
-    """A script as people write them for LRUPromptCache. Returns all tokens, and how many each turn had left to compute."""
+    """A script as people write them for LRUPromptCache.
+
+    Returns all tokens, and how many each turn had left to compute.
+    """
     tokens: list[int] = []
     left = []
     for turn in turns:
@@ -61,7 +72,11 @@ def test_a_script_for_mlx_lms_prompt_cache_gets_the_same_replies(name: str, pool
     turns = [prompt(1, 300), prompt(2, 40), prompt(3, 20)]
     needed, left = talk(LRUPromptCache(), model, turns, lambda: stock_prompt_cache(model))
     prefix = PrefixCache(open_pool(model, 30_000_000))
-    make = (lambda: make_prompt_cache(model, prefix.arena)) if pooled else (lambda: stock_prompt_cache(model))
+    make = (
+        (lambda: make_prompt_cache(model, prefix.arena))
+        if pooled
+        else (lambda: stock_prompt_cache(model))
+    )
     found, found_left = talk(prefix, model, turns, make)
     assert found == needed
     assert found_left == left == [300, 40, 20]
@@ -83,7 +98,7 @@ def words(first: int, count: int) -> list[int]:
 @pytest.fixture
 def prefix() -> PrefixCache:
     slabs = make_slabs(layers=1, blocks=64)
-    slabs.ragged = True
+    slabs.capabilities = RAGGED
     return PrefixCache(slabs, config=PoolConfig(max_tokens=20))
 
 
@@ -135,10 +150,14 @@ def test_a_prompt_without_room_now_is_a_miss(prefix: PrefixCache) -> None:
     for caches in others:
         prefix.discard(caches)
     prefix.check()
-    assert prefix.fetch_nearest_cache(MODEL, [*words(1, 300), 5])[0] is not None, "what was known of it is known still"
+    assert prefix.fetch_nearest_cache(MODEL, [*words(1, 300), 5])[0] is not None, (
+        "what was known of it is known still"
+    )
 
 
-def test_another_model_is_a_miss_and_is_not_kept(prefix: PrefixCache, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_model_is_a_miss_and_is_not_kept(
+    prefix: PrefixCache, caplog: pytest.LogCaptureFixture
+) -> None:
     entry(prefix, words(1, 300))
     other = ("other/model", None, None)
     caches = [KVCache()]
@@ -160,9 +179,11 @@ def strange_caches(slabs: Any) -> dict[str, list[Any]]:
 
     return {
         "These are 2 layer caches": [filled(KVCache()), filled(KVCache())],
-        "Cache 0 is a RotatingKVCache; test has a KVCache there": [filled(RotatingKVCache(max_size=100))],
+        "Cache 0 is a RotatingKVCache; test has a KVCache there": [
+            filled(RotatingKVCache(max_size=100))
+        ],
         "Cache 0 is a QuantizedKVCache; test has a KVCache there": [QuantizedKVCache()],
-        "(2, 2, 4,": [filled(KVCache(), batch=2)],
+        "(2, 2, 256, 4,": [filled(KVCache(), batch=2)],
         "mlx.core.float16": [filled(KVCache(), dtype=mx.float16)],
     }
 
@@ -179,7 +200,7 @@ def test_caches_that_no_block_can_hold_are_not_kept_and_the_log_says_why(
 
 def test_caches_of_another_pool_are_copied(prefix: PrefixCache) -> None:
     other = make_slabs(layers=1, blocks=64)
-    other.ragged = True
+    other.capabilities = RAGGED
     theirs = PrefixCache(other)
     # So that its blocks have other ids.
     entry(theirs, words(9, 600))
@@ -200,7 +221,11 @@ def test_figures_add_up(prefix: PrefixCache) -> None:
     entry(prefix, words(1, 700), "user")
     entry(prefix, [*words(1, 256), *words(5, 300)], "assistant")
     stats = prefix.stats_by_type()
-    assert {kind: found["n_sequences"] for kind, found in stats.items()} == {"assistant": 1, "user": 1, "system": 0}
+    assert {kind: found["n_sequences"] for kind, found in stats.items()} == {
+        "assistant": 1,
+        "user": 1,
+        "system": 0,
+    }
     assert sum(found["n_bytes"] for found in stats.values()) == prefix.nbytes > 0
     assert len(prefix) == 2
 
@@ -210,25 +235,13 @@ def test_figures_of_a_hybrid_model_add_up_too() -> None:
     prefix = PrefixCache(open_pool(model, 30_000_000))
     talk(prefix, model, [prompt(1, 300), prompt(2, 40)], lambda: stock_prompt_cache(model))
     stats = prefix.stats_by_type()
-    assert sum(found["n_bytes"] for found in stats.values()) == prefix.nbytes > prefix.index.state_bytes > 0
+    assert (
+        sum(found["n_bytes"] for found in stats.values())
+        == prefix.nbytes
+        > prefix.index.state_bytes
+        > 0
+    )
     assert sum(found["n_sequences"] for found in stats.values()) == len(prefix) == 1
-
-
-def test_trimming_to_sequences_takes_those_used_longest_ago(prefix: PrefixCache) -> None:
-    common = words(1, 256)
-    for first in (5, 6, 7, 8):
-        entry(prefix, [*common, *words(first, 600)])
-    prefix.fetch_nearest_cache(MODEL, [*common, *words(5, 600), 3])
-    assert len(prefix) == 4
-    prefix.trim_to(n_sequences=2)
-    assert len(prefix) == 2
-    known = {first: prefix.look([*common, *words(first, 600)]).matched for first in (5, 6, 7, 8)}
-    assert known == {5: 856, 6: 256, 7: 256, 8: 856}
-    assert prefix.nbytes == 7 * prefix.arena.spec.bytes_per_block(prefix.arena.spec.groups[0])
-    prefix.check()
-    prefix.trim_to(n_sequences=0)
-    assert (len(prefix), prefix.nbytes) == (0, 0)
-    prefix.check()
 
 
 def test_trimming_spares_what_is_held_or_pinned(prefix: PrefixCache) -> None:
@@ -236,34 +249,28 @@ def test_trimming_spares_what_is_held_or_pinned(prefix: PrefixCache) -> None:
         entry(prefix, words(first, 300))
     held = prefix.acquire([*words(5, 300), 3], 5)
     prefix.pin(words(6, 300))
-    prefix.trim_to(n_sequences=0)
-    assert {first: prefix.look(words(first, 300)).matched > 0 for first in (5, 6, 7)} == {5: True, 6: True, 7: False}
+    prefix.trim_to(0)
+    assert {first: prefix.look(words(first, 300)).matched > 0 for first in (5, 6, 7)} == {
+        5: True,
+        6: True,
+        7: False,
+    }
     prefix.check()
     prefix.discard(held.caches)
     prefix.unpin(words(6, 300))
-    prefix.trim_to(n_sequences=0, n_bytes=0)
+    prefix.trim_to(0)
     assert (len(prefix), prefix.nbytes) == (0, 0)
     prefix.check()
-
-
-@pytest.mark.parametrize("name", ["gemma3_text", "lfm2"])
-def test_checkpoints_go_with_their_sequence(name: str) -> None:
-    model = model_of(name)
-    prefix = PrefixCache(open_pool(model, 30_000_000))
-    for seed in range(3):
-        talk(prefix, model, [prompt(seed + 1, 300)], lambda: make_prompt_cache(model, prefix.arena))
-    assert len(prefix) == 3
-    prefix.trim_to(n_sequences=1)
-    assert len(prefix) == 1
-    prefix.check()
-    prefix.trim_to(n_sequences=0)
-    assert (len(prefix), prefix.nbytes) == (0, 0)
 
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_a_chunk_without_its_first_tokens_is_not_known_to_others(pooled: bool) -> None:
     """mlx-lm's cache has let them go: their blocks would hold whatever was there before."""
-    spec = ModelCacheSpec("test", (ChunkLayer(HEADS, KEY_DIM, VALUE_DIM, 300), FullLayer(HEADS, KEY_DIM, VALUE_DIM)), "float32")
+    spec = ModelCacheSpec(
+        "test",
+        (ChunkLayer(HEADS, KEY_DIM, VALUE_DIM, 300), FullLayer(HEADS, KEY_DIM, VALUE_DIM)),
+        "float32",
+    )
     slabs = KVArena(spec, 64 * sum(map(spec.bytes_per_block, spec.groups)))
     prefix = PrefixCache(slabs)
     caches: list[Any] = [ChunkedKVCache(300), KVCache()]
@@ -284,7 +291,10 @@ def test_a_chunk_of_another_type_is_refused() -> None:
     spec = ModelCacheSpec("test", (ChunkLayer(HEADS, KEY_DIM, VALUE_DIM, 300),), "float32")
     cache = ChunkedKVCache(300)
     cache.update_and_fetch(*(array.astype(mx.float16) for array in numbered(0, 10)))
-    with pytest.raises(ValueError, match=r"float16.*the pool.s are \[\(1, 2, 4, mlx.core.float32\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"keys of .* \[\(1, 2, 10, 4, mlx.core.float32\)\]; those given are .*float16",
+    ):
         from_stock([cache], KVArena(spec, 1 << 20))
 
 

@@ -1,4 +1,6 @@
-"""What clients mark to be kept for a time: it stays under pressure until then, within its share, and never in a request's way."""
+"""What clients mark to be kept for a time: it stays under pressure until then, within its share,
+and never in a request's way.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_each_use_makes_it_stay_for_its_time_again(spec: ModelCacheSpec) -> None
     for n in range(4):
         keeper.wait(MINUTES - 10)
         # Once marked again, once only used.
-        assert keeper.ask([*system, *text(10 + n, 20)], pins=[(300, MINUTES)] if n % 2 else ()) == 300
+        assert (
+            keeper.ask([*system, *text(10 + n, 20)], pins=[(300, MINUTES)] if n % 2 else ()) == 300
+        )
         press(keeper, 100 + 10 * n)
     assert keeper.hit(system) == 300
     assert len(keeper.pins) == 1
@@ -71,7 +75,9 @@ def test_a_shorter_mark_takes_no_time_from_a_longer_one(spec: ModelCacheSpec) ->
 
 @EVERY
 def test_a_pin_follows_what_grows_beyond_it(spec: ModelCacheSpec) -> None:
-    """The block that the mark ends in is filled by later turns, and another node takes its place."""
+    """The block that the mark ends in is filled by later turns, and another node takes its
+    place.
+    """
     keeper = Keeper(spec, 20, state_bytes=STATES)
     prompt = text(1, 100)
     keeper.ask(prompt, pins=[(100, MINUTES)])
@@ -91,7 +97,9 @@ def test_a_beginning_of_a_longer_mark_costs_nothing_more() -> None:
     keeper.ask(prompt, pins=[(300, MINUTES), (600, MINUTES), (800, MINUTES)])
     assert (len(keeper.pins), keeper.pins.report()["pinned_bytes"]) == (1, 4 * BLOCK)
     keeper.ask([*prompt[:300], *text(2, 300)], pins=[(300, HOUR)])
-    assert (len(keeper.pins), keeper.pins.report()["pinned_bytes"]) == (2, 4 * BLOCK), "it lasts longer, in the same blocks"
+    assert (len(keeper.pins), keeper.pins.report()["pinned_bytes"]) == (2, 4 * BLOCK), (
+        "it lasts longer, in the same blocks"
+    )
     keeper.wait(MINUTES)
     assert (len(keeper.pins), keeper.pins.report()["pinned_bytes"]) == (1, 2 * BLOCK)
 
@@ -196,12 +204,17 @@ def test_pins_are_forgotten_with_everything_else() -> None:
     assert all(counts.pinned == 0 for counts in keeper.arena.pool.settle())
 
 
-# -- on disk -----------------------------------------------------------------------------------------------------------
+# -- on disk ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["mark", "day"])
-@pytest.mark.parametrize("spec", [SPECS["full"], SPECS["window"], SPECS["hybrid"]], ids=["full", "window", "hybrid"])
-def test_the_disks_budget_spares_it_until_then(tmp_path: Path, spec: ModelCacheSpec, how: str) -> None:
+@pytest.mark.parametrize(
+    "spec", [SPECS["full"], SPECS["window"], SPECS["hybrid"]], ids=["full", "window", "hybrid"]
+)
+def test_the_disks_budget_spares_it_until_then(
+    tmp_path: Path, spec: ModelCacheSpec, how: str
+) -> None:
     keeper = Keeper(spec, 60, tmp_path, state_bytes=40 * 88, store_bytes=100_000, idle_seconds=0.0)
     system = text(1, 300)
     policy = RetentionPolicy(retention="day") if how == "day" else RetentionPolicy()
@@ -222,7 +235,9 @@ def test_the_disks_budget_spares_it_until_then(tmp_path: Path, spec: ModelCacheS
     keeper.wait(HOUR if how == "mark" else 24 * HOUR)
     fill(200)
     keeper.prefix.close()
-    assert Keeper(spec, 60, tmp_path, state_bytes=40 * 88, store_bytes=100_000).ask([*system, 49]) == 0
+    assert (
+        Keeper(spec, 60, tmp_path, state_bytes=40 * 88, store_bytes=100_000).ask([*system, 49]) == 0
+    )
 
 
 def test_a_day_is_a_day_after_the_last_use(tmp_path: Path) -> None:
@@ -252,12 +267,16 @@ def test_at_most_half_of_the_disks_budget_is_spared(tmp_path: Path) -> None:
 
 
 @EVERY
-def test_what_is_for_memory_is_not_written_until_somebody_goes_on_from_it(tmp_path: Path, spec: ModelCacheSpec) -> None:
+def test_what_is_for_memory_is_not_written_until_somebody_goes_on_from_it(
+    tmp_path: Path, spec: ModelCacheSpec
+) -> None:
     keeper = Keeper(spec, 60, tmp_path, state_bytes=40 * 88, idle_seconds=0.0)
     system, turn = text(1, 512), text(2, 250)
     keeper.ask([*system, *turn], policy=RetentionPolicy(retention="memory"), places=[512])
     assert keeper.prefix.close()
-    assert not any(path.suffix == ".safetensors" for path in tmp_path.rglob("*")), "not at the end of the server either"
+    assert not any(path.suffix == ".safetensors" for path in tmp_path.rglob("*")), (
+        "not at the end of the server either"
+    )
     keeper = Keeper(spec, 60, tmp_path, state_bytes=40 * 88, idle_seconds=0.0)
     keeper.ask([*system, *turn], policy=RetentionPolicy(retention="memory"), places=[512])
     assert keeper.ask([*system, *text(3, 20)]) == 512
@@ -267,14 +286,16 @@ def test_what_is_for_memory_is_not_written_until_somebody_goes_on_from_it(tmp_pa
     assert again.hit([*system, *turn]) < 520, "nobody went on from there"
 
 
-# -- random schedules --------------------------------------------------------------------------------------------------
+# -- random schedules ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["full", "window", "hybrid", "states alone"])
 @pytest.mark.parametrize("seed", seeds(2, 12))
 def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: int) -> None:
     choose = random.Random(seed)
-    keeper = Keeper(SPECS[name], choose.choice([12, 20, 40]), state_bytes=choose.choice([8, 16]) * 88)
+    keeper = Keeper(
+        SPECS[name], choose.choice([12, 20, 40]), state_bytes=choose.choice([8, 16]) * 88
+    )
     live: list[tuple[object, list[int], list[tuple[int, float]]]] = []
     systems = [text(n, choose.choice([100, 256, 300, 520])) for n in range(3)]
     for _ in range(60):
@@ -287,7 +308,10 @@ def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: 
             for end, _ in pins if len(keeper.pins) else ():
                 assert keeper.hit(prompt[:end]) >= 0
         else:
-            prompt = [*choose.choice(systems), *text(choose.randrange(10**6), choose.choice([1, 40, 300, 700]))]
+            prompt = [
+                *choose.choice(systems),
+                *text(choose.randrange(10**6), choose.choice([1, 40, 300, 700])),
+            ]
             ends = choose.sample(range(1, len(prompt) + 1), min(2, len(prompt)))
             pins = [(end, choose.choice([MINUTES, HOUR])) for end in sorted(ends)]
             before = {timed.name: (timed, keeper.pins.num_gave_way) for timed in keeper.pins}
@@ -301,7 +325,9 @@ def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: 
         keeper.check()
         for timed in keeper.pins:
             path = [node.latest for node in timed.ref.path]
-            assert all(node.residency.in_memory for node in path), "a block of what is pinned has gone"
+            assert all(node.residency.in_memory for node in path), (
+                "a block of what is pinned has gone"
+            )
     for found, prompt, pins in live:
         keeper.compute(found, prompt)  # type: ignore[arg-type]
         keeper.end(found, prompt, pins)  # type: ignore[arg-type]

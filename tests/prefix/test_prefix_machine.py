@@ -1,4 +1,6 @@
-"""PrefixCache under random requests, without a model: every token's key says what it was computed from (computed.py)."""
+"""PrefixCache under random requests, without a model: every token's key says what it was
+computed from (computed.py).
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,33 @@ from thorough import tried
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
 from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.capabilities import Capabilities
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 WINDOW = 300
 # A block of the two full layers is 8192 bytes, one of the window layer 4096; a ring has 2 blocks.
-SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), WindowLayer(1, 2, 2, WINDOW), FullLayer(1, 2, 2)), "float32")
+SPEC = ModelCacheSpec(
+    "m", (FullLayer(1, 2, 2), WindowLayer(1, 2, 2, WINDOW), FullLayer(1, 2, 2)), "float32"
+)
 
 FAMILIES = 3
 room = st.sampled_from([1, 20, 300])
 steps = st.sampled_from([1, 7, 64, 256, 299, 300, 301, 2000])
-# What follows a fetch at once: (size of the prefill's steps, tokens to decode, whether it finishes).
-afterwards = st.none() | st.tuples(st.sampled_from([64, 256, 300, 2000]), st.integers(0, 12), st.booleans())
+# What follows a fetch at once: (size of the prefill's steps, tokens to decode, whether it
+# finishes).
+afterwards = st.none() | st.tuples(
+    st.sampled_from([64, 256, 300, 2000]), st.integers(0, 12), st.booleans()
+)
 
 
-@tried(15, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@tried(
+    15,
+    1500,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 class PrefixMachine(ConversationMachine):
     @initialize(
         size=st.integers(60_000, 400_000),
@@ -43,14 +56,14 @@ class PrefixMachine(ConversationMachine):
     )
     def start(self, size: int, slabs: int, ragged: bool, preallocate: bool) -> None:
         self.arena = KVArena(SPEC, size, PoolConfig(slabs=slabs, preallocate=preallocate))
-        self.arena.ragged = ragged
+        self.arena.capabilities = Capabilities("ragged" if ragged else None)
         self.pool_bytes = size
         self.prefix = PrefixCache(self.arena, "test")
         self.live: list[Conversation] = []
         self.past: list[list[int]] = [[1, 2, 3]]
         self.pinned: tuple[list[int], int] | None = None
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.live) < 4)
     @rule(
@@ -61,8 +74,14 @@ class PrefixMachine(ConversationMachine):
         max_tokens=room,
         then=afterwards,
     )
-    def fetch_of_a_family(self, which: int, length: int, branch: int, tail: int, max_tokens: int, then: Any) -> None:
-        self.fetch([*family(which, length), *(family(branch + 5, tail) if branch else ())], max_tokens, then)
+    def fetch_of_a_family(
+        self, which: int, length: int, branch: int, tail: int, max_tokens: int, then: Any
+    ) -> None:
+        self.fetch(
+            [*family(which, length), *(family(branch + 5, tail) if branch else ())],
+            max_tokens,
+            then,
+        )
 
     @precondition(lambda self: len(self.live) < 4)
     @rule(
@@ -72,7 +91,9 @@ class PrefixMachine(ConversationMachine):
         max_tokens=room,
         then=afterwards,
     )
-    def fetch_of_a_next_turn(self, number: int, cut: int, tail: int, max_tokens: int, then: Any) -> None:
+    def fetch_of_a_next_turn(
+        self, number: int, cut: int, tail: int, max_tokens: int, then: Any
+    ) -> None:
         past = self.past[number % len(self.past)]
         prompt = [*past[: max(1, len(past) - cut)], *(900 + number % 50 for _ in range(tail))]
         self.fetch(prompt, max_tokens, then)
@@ -97,7 +118,9 @@ class PrefixMachine(ConversationMachine):
         assert 0 <= found.lookup.hit < len(prompt)
         assert found.lookup.hit in (expected.hit, 0)
         assert found.lookup.matched == expected.matched
-        self.live.append(Conversation(prompt, found.caches, found.lookup.hit, len(prompt), max_tokens))
+        self.live.append(
+            Conversation(prompt, found.caches, found.lookup.hit, len(prompt), max_tokens)
+        )
         self.look_into(self.live[-1])
         if then is not None:
             self.serve(self.live[-1], *then)
@@ -121,13 +144,16 @@ class PrefixMachine(ConversationMachine):
                 return
         self.look_into(conversation)
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def pick(self, number: int) -> Conversation:
         return self.live[number % len(self.live)]
 
     def feed(self, conversation: Conversation, count: int) -> bool:
-        """One forward pass over the next `count` tokens. False: a fork found no room, and is gone."""
+        """One forward pass over the next `count` tokens.
+
+        False: a fork found no room, and is gone.
+        """
         start = conversation.fed
         tokens = conversation.tokens[: start + count]
         try:
@@ -178,13 +204,15 @@ class PrefixMachine(ConversationMachine):
         if self.feed(conversation, 200):
             self.look_into(conversation)
 
-    # -- what is remembered --------------------------------------------------------------------------------------------
+    # -- what is remembered ------------------------------------------------------------------------
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 100), kind=st.sampled_from(["system", "user", "assistant"]))
     def keep(self, number: int, kind: str) -> None:
         conversation = self.pick(number)
-        assert self.prefix.insert(conversation.tokens, conversation.caches, kind) == conversation.fed
+        assert (
+            self.prefix.insert(conversation.tokens, conversation.caches, kind) == conversation.fed
+        )
         self.remembered(conversation)
 
     @precondition(lambda self: self.live)
@@ -212,7 +240,9 @@ class PrefixMachine(ConversationMachine):
         conversation.forked = True
         # Neither may grow beyond what was there without being told that there is no room.
         c = conversation
-        self.live.append(Conversation(c.tokens[:], copy.deepcopy(c.caches), c.fed, c.prompt, c.room, forked=True))
+        self.live.append(
+            Conversation(c.tokens[:], copy.deepcopy(c.caches), c.fed, c.prompt, c.room, forked=True)
+        )
         sequences = {id(cache.sequence) for cache in self.live[-1].caches}
         assert len(sequences) == 1
         assert sequences != {id(cache.sequence) for cache in c.caches}
@@ -233,7 +263,10 @@ class PrefixMachine(ConversationMachine):
         assert self.prefix.unpin(self.pinned[0]) >= self.pinned[1]
         self.pinned = None
 
-    @rule(n_bytes=st.sampled_from([None, 0, 20_000, 60_000, 100_000, 100_000]), really=st.sampled_from([False, True]))
+    @rule(
+        n_bytes=st.sampled_from([None, 0, 20_000, 60_000, 100_000, 100_000]),
+        really=st.sampled_from([False, True]),
+    )
     def trim_to(self, n_bytes: int | None, really: bool) -> None:
         if not really:
             return
@@ -245,7 +278,7 @@ class PrefixMachine(ConversationMachine):
         self.prefix.trim_to(n_bytes)
         assert self.prefix.nbytes <= n_bytes or self.live or self.pinned
 
-    # -- what always holds ---------------------------------------------------------------------------------------------
+    # -- what always holds -------------------------------------------------------------------------
 
     @invariant()
     def the_budget_holds(self) -> None:
@@ -271,7 +304,7 @@ TestPrefixMachine = PrefixMachine.TestCase
 @pytest.mark.parametrize("ragged", [True, False])
 def test_a_pinned_prompt_stays_when_a_longer_one_takes_its_place_in_the_trie(ragged: bool) -> None:
     slabs = KVArena(SPEC, 400_000)
-    slabs.ragged = ragged
+    slabs.capabilities = Capabilities("ragged" if ragged else None)
     prefix = PrefixCache(slabs)
     system = list(family(1, 300))
     answer(prefix, system)

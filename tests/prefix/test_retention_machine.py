@@ -1,4 +1,6 @@
-"""Pins, quotas and admission together: pinned prefixes stay, limits hold, and a refusal changes nothing."""
+"""Pins, quotas and admission together: pinned prefixes stay, limits hold, and a refusal changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,36 @@ from prefix.lives import BLOCK, SPECS, Keeper
 from thorough import tried
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.prefix.cache import Acquired
-from mlx_blockpool.prefix.index import Pin
-from mlx_blockpool.prefix.resume import pin_of
+from mlx_blockpool.prefix.cache import Acquired, pin_of
 from mlx_blockpool.prefix.retention import RetentionPolicy
+from mlx_blockpool.prefix.trie import PinnedPrefix
 
 BLOCKS = 14
 SYSTEMS = [text(1, 256), text(2, 400), text(3, 520)]
-PROMPTS = [[*system, *text(10 * n + tail, 300 * tail)] for n, system in enumerate(SYSTEMS, 1) for tail in (1, 2)]
+PROMPTS = [
+    [*system, *text(10 * n + tail, 300 * tail)]
+    for n, system in enumerate(SYSTEMS, 1)
+    for tail in (1, 2)
+]
 prompts, ends = st.sampled_from(PROMPTS), st.sampled_from([100, 256, 512, 1000])
 owners = st.sampled_from([RetentionPolicy("a"), RetentionPolicy("b"), RetentionPolicy()])
 
 
 @tried(25, 300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 class RetentionMachine(RuleBasedStateMachine):
-    """A pool of 14 blocks, a quota of 3 blocks for each agent, and at most half of the pool pinned."""
+    """A pool of 14 blocks, a quota of 3 blocks for each named agent, and at most half of the
+    pool pinned.
+    """
 
     @initialize(name=st.sampled_from(["full", "window", "hybrid"]))
     def start(self, name: str) -> None:
-        self.keeper = Keeper(SPECS[name], BLOCKS, state_bytes=16 * 88, agent_bytes=3 * BLOCK, anonymous_bytes=4 * BLOCK)
+        self.keeper = Keeper(SPECS[name], BLOCKS, state_bytes=16 * 88, agent_bytes=3 * BLOCK)
         self.live: list[tuple[Acquired, list[int], RetentionPolicy]] = []
-        self.held: list[Pin] = []
+        self.held: list[PinnedPrefix] = []
         self.scripted: list[list[int]] = []
 
     @property
-    def pins(self) -> list[Pin]:
+    def pins(self) -> list[PinnedPrefix]:
         return [*self.keeper.pins, *self.held]
 
     @rule(prompt=prompts, policy=owners, room=st.sampled_from([1, 700, 1400]))
@@ -45,7 +52,9 @@ class RetentionMachine(RuleBasedStateMachine):
             found = self.keeper.prefix.acquire(prompt, room)
         except PoolExhaustedError:
             assert [pin.name for pin in self.keeper.pins] == before, "a refusal unpins nothing"
-            assert [group.held for group in self.keeper.prefix.pool.counts()] == counts, "a refusal holds nothing"
+            assert [group.held for group in self.keeper.prefix.pool.counts()] == counts, (
+                "a refusal holds nothing"
+            )
             return
         self.live.append((found, prompt, policy))
 
@@ -57,7 +66,9 @@ class RetentionMachine(RuleBasedStateMachine):
             self.end(-1, (end, seconds) if seconds else None)
 
     @precondition(lambda self: self.live)
-    @rule(at=st.integers(0, 3), pinned=st.none() | st.tuples(ends, st.sampled_from([300.0, 3600.0])))
+    @rule(
+        at=st.integers(0, 3), pinned=st.none() | st.tuples(ends, st.sampled_from([300.0, 3600.0]))
+    )
     def end(self, at: int, pinned: tuple[int, float] | None) -> None:
         found, prompt, policy = self.live.pop(at % len(self.live))
         pins = [] if pinned is None else [pinned]
@@ -66,13 +77,15 @@ class RetentionMachine(RuleBasedStateMachine):
         charged = self.keeper.agents
         if not self.live and not self.pins and not self.scripted and set(charged) == {policy.owner}:
             limit = self.keeper.prefix.retention.quotas.limit(policy.owner)
-            assert limit is not None
-            assert charged[policy.owner] <= limit, "nothing else needs what is over the quota"
+            assert (limit is None) == (policy.agent is None)
+            assert limit is None or charged[policy.owner] <= limit, (
+                "nothing else needs what is over the quota"
+            )
 
     @rule(seconds=st.sampled_from([1.0, 400.0]))
     def wait(self, seconds: float) -> None:
         self.keeper.wait(seconds)
-        assert all(pin.until is not None and pin.until > self.keeper.now for pin in self.keeper.pins)
+        assert all(pin.until > self.keeper.now for pin in self.keeper.pins)
 
     @rule(prompt=prompts, policy=owners, end=ends)
     def hold(self, prompt: list[int], policy: RetentionPolicy, end: int) -> None:
@@ -113,8 +126,12 @@ class RetentionMachine(RuleBasedStateMachine):
             return
         self.keeper.check()
         for pin in self.pins:
-            assert all(node.residency.in_memory and not node.removed for node in pin.nodes), "an edge of what is pinned has gone"
-            assert pin.node is None or pin.position in pin.node.latest.residency.checkpoints, "its checkpoint has gone"
+            assert all(node.residency.in_memory and not node.removed for node in pin.nodes), (
+                "an edge of what is pinned has gone"
+            )
+            assert pin.node is None or pin.position in pin.node.latest.residency.checkpoints, (
+                "its checkpoint has gone"
+            )
 
     def teardown(self) -> None:
         if not hasattr(self, "keeper"):
@@ -127,7 +144,9 @@ class RetentionMachine(RuleBasedStateMachine):
             self.script_unpins()
         self.keeper.wait(1e6)
         self.keeper.prefix.trim_to(0)
-        assert (len(self.keeper.pins), self.keeper.prefix.nbytes) == (0, 0), "nothing is held or pinned any more"
+        assert (len(self.keeper.pins), self.keeper.prefix.nbytes) == (0, 0), (
+            "nothing is held or pinned any more"
+        )
 
 
 TestRetentionMachine = RetentionMachine.TestCase

@@ -14,7 +14,7 @@ from thorough import seeds
 from tier.lives import record_files
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.kv.parts import sequence_of
+from mlx_blockpool.kv.prompt_cache import sequence_of
 from mlx_blockpool.spec import ModelCacheSpec
 
 
@@ -106,7 +106,9 @@ def test_what_a_conversation_has_left_behind_is_not_written(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("seed", seeds(2, 6))
-def test_any_history_gives_the_right_states(tmp_path: Path, spec: ModelCacheSpec, seed: int) -> None:
+def test_any_history_gives_the_right_states(
+    tmp_path: Path, spec: ModelCacheSpec, seed: int
+) -> None:
     """Forks at any token, small budgets, torn files and kills: a hit is never a wrong state."""
     rng = random.Random(seed)
     known: list[list[int]] = [[]]
@@ -114,7 +116,10 @@ def test_any_history_gives_the_right_states(tmp_path: Path, spec: ModelCacheSpec
     life = Life(spec, tmp_path, state_bytes=states)
     for _ in range(25):
         base = rng.choice(known)
-        prompt = [*base[: rng.randrange(len(base) + 1)], *text(rng.randrange(5), rng.choice([3, 60, 400, 900]))][:2500]
+        prompt = [
+            *base[: rng.randrange(len(base) + 1)],
+            *text(rng.randrange(5), rng.choice([3, 60, 400, 900])),
+        ][:2500]
         places = sorted(rng.sample(range(1, len(prompt) + 1), min(len(prompt), rng.randrange(3))))
         life.answer(prompt, places, rng.choice(["system", "user", "assistant"]))
         known.append(prompt)

@@ -1,4 +1,6 @@
-"""The trie by exact matches: tokens, edges and hashes; and against a brute-force longest common prefix."""
+"""The trie by exact matches: tokens, edges and hashes; and against a brute-force longest common
+prefix.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import tried
 
-from mlx_blockpool.hashing import decode, encode
+from mlx_blockpool.prefix.salts import SALT_BYTES
 from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
+from mlx_blockpool.store.hashing import decode, encode
 
 # Image patches have ids like these.
 PATCH = -(2**60) + 12345
 
 
 def insert(trie: Trie, tokens: list[int]) -> Node:
-    """What a prefix cache does: one edge for each block, where it is not known yet. Returns the last node."""
+    """What a prefix cache does: one edge for each block, where it is not known yet.
+
+    Returns the last node.
+    """
     node = trie.root
     for start in range(0, len(tokens), BLOCK_TOKENS):
         edge = encode(tokens[start : start + BLOCK_TOKENS])
@@ -45,13 +51,15 @@ def matched(match: PrefixRef) -> list[int]:
 
 
 def common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 A = list(range(1000, 1600))
 
 
-# -- matching ----------------------------------------------------------------------------------------------------------
+# -- matching --------------------------------------------------------------------------------------
 
 
 def test_an_empty_trie_matches_nothing() -> None:
@@ -61,7 +69,11 @@ def test_an_empty_trie_matches_nothing() -> None:
 
 def test_the_edges_of_a_sequence_are_its_blocks_and_a_partial_tail() -> None:
     trie = trie_of(A)
-    assert [(n.start, n.end, n.is_full) for n in trie] == [(0, 256, True), (256, 512, True), (512, 600, False)]
+    assert [(n.start, n.end, n.is_full) for n in trie] == [
+        (0, 256, True),
+        (256, 512, True),
+        (512, 600, False),
+    ]
     assert [decode(n.tokens) for n in trie] == [A[:256], A[256:512], A[512:]]
 
 
@@ -115,7 +127,7 @@ def test_siblings_may_start_alike() -> None:
     assert trie.match([*A[:100], 9]).tokens == 100
 
 
-# -- what follows ------------------------------------------------------------------------------------------------------
+# -- what follows ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 599])
@@ -161,7 +173,7 @@ def test_children_are_found_among_many() -> None:
     assert trie.match([5000]).tokens == 0
 
 
-# -- longer and shorter ------------------------------------------------------------------------------------------------
+# -- longer and shorter ----------------------------------------------------------------------------
 
 
 def test_a_longer_edge_absorbs_the_shorter_one() -> None:
@@ -199,7 +211,7 @@ def test_child_has_all_of_the_tokens() -> None:
     assert trie.child(node, encode(A[200:210])) is None
 
 
-# -- tokens and hashes -------------------------------------------------------------------------------------------------
+# -- tokens and hashes -----------------------------------------------------------------------------
 
 
 def test_tokens_may_be_negative_and_of_60_bits() -> None:
@@ -239,7 +251,7 @@ def test_the_same_edge_at_another_place_has_another_hash() -> None:
     assert len({n.hash for n in node.path()}) == 3
 
 
-# -- removal -----------------------------------------------------------------------------------------------------------
+# -- removal ---------------------------------------------------------------------------------------
 
 
 def test_remove_takes_everything_below() -> None:
@@ -277,7 +289,7 @@ def test_the_root_stays() -> None:
         trie.remove(trie.root)
 
 
-# -- the invariant -----------------------------------------------------------------------------------------------------
+# -- the invariant ---------------------------------------------------------------------------------
 
 
 def test_check_finds_what_is_wrong() -> None:
@@ -291,18 +303,23 @@ def test_check_finds_what_is_wrong() -> None:
         trie.check()
 
 
-# -- against brute force -----------------------------------------------------------------------------------------------
+# -- against brute force ---------------------------------------------------------------------------
 
-# Sequences made of few tokens and long stretches, so that they share beginnings and end everywhere in blocks.
+# Sequences made of few tokens and long stretches, so that they share beginnings and end everywhere
+# in blocks.
 stretches = st.lists(
-    st.tuples(st.sampled_from([0, 1, -1, PATCH]), st.sampled_from([1, 2, 100, 255, 256, 257])), min_size=1, max_size=4
+    st.tuples(st.sampled_from([0, 1, -1, PATCH]), st.sampled_from([1, 2, 100, 255, 256, 257])),
+    min_size=1,
+    max_size=4,
 )
 sequences = stretches.map(lambda parts: [token for token, count in parts for _ in range(count)])
 
 
 @tried(30, 1500)
 @given(st.lists(sequences, min_size=1, max_size=8), st.lists(sequences, min_size=1, max_size=4))
-def test_match_is_the_longest_common_prefix(known: list[list[int]], prompts: list[list[int]]) -> None:
+def test_match_is_the_longest_common_prefix(
+    known: list[list[int]], prompts: list[list[int]]
+) -> None:
     trie = trie_of(*known)
     for prompt in [*prompts, *known]:
         expected = max(common(prompt, sequence) for sequence in known)
@@ -327,7 +344,7 @@ def test_match_is_the_longest_common_prefix_of_what_removal_leaves(data: st.Data
         assert trie.match(prompt).tokens == expected
 
 
-# -- salts -------------------------------------------------------------------------------------------------------------
+# -- salts -----------------------------------------------------------------------------------------
 
 
 def salted(trie: Trie, tokens: list[int], salt: bytes) -> Node:
@@ -379,7 +396,10 @@ def test_a_root_is_found_again_by_what_a_record_says_of_it() -> None:
 
 def test_the_deepest_edge_is_the_end_of_find() -> None:
     trie = trie_of(A, A[:300], [*A[:256], *range(400)], [*A[:500], 7, 8])
-    refs = [PrefixRef.of(trie.match(t).path, len(t)).detached() for t in (A, A[:256], A[:300], A[:512], [*A[:500], 7, 8])]
+    refs = [
+        PrefixRef.from_path(trie.match(t).path, len(t)).detached()
+        for t in (A, A[:256], A[:300], A[:512], [*A[:500], 7, 8])
+    ]
     refs.append(PrefixRef((bytes(32), bytes(32)), 300))
     for _ in range(4):
         for ref in refs:
@@ -387,3 +407,17 @@ def test_the_deepest_edge_is_the_end_of_find() -> None:
             assert trie.deepest(ref) is (found[-1] if found else None)
         if ends := [node for node in trie if not node.children]:
             trie.remove(ends[0])
+
+
+def test_edges_under_a_salt_stay_although_only_the_trie_refers_to_them() -> None:
+    """As those of records that are on disk alone."""
+    trie, salt = Trie("namespace"), bytes(range(SALT_BYTES))
+    trie.add(trie.root_of(salt), encode(list(range(BLOCK_TOKENS))))
+    gc.collect()
+    (root,) = trie.roots()[1:]
+    (child,) = root.children
+    assert trie.match(list(range(BLOCK_TOKENS)), salt).tokens == BLOCK_TOKENS
+    trie.remove(child)
+    del root, child
+    gc.collect()
+    assert trie.roots() == [trie.root]

@@ -1,6 +1,8 @@
-"""Ranks as processes of a ring on this machine, as mlx.launch starts them; it would end all of them once one has ended.
+"""Ranks as processes of a ring on this machine, as mlx.launch starts them; it would end all of them
+once one has ended.
 
-One process of tests at a time has rings: the ranks of a ring keep as many cores busy while they wait for each other.
+One process of tests at a time has rings: the ranks of a ring keep as many cores busy while they
+wait for each other.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ ACT = """
 sys.path.append({tests!r})
 import pickle
 import mlx.core as mx
-from mlx_blockpool.ranks.group import Joined
+from mlx_blockpool.ranks.group import ranks_of
 from mlx_blockpool.ranks.head import Head
 from {module} import {name} as act
-ranks = Joined.of(mx.distributed.init(strict=True, backend="ring"), {kind!r})
+ranks = ranks_of(mx.distributed.init(strict=True, backend="ring"), {kind!r})
 found = act(ranks)
 with open({file!r}, "wb") as file:
     pickle.dump(found, file)
@@ -92,24 +94,40 @@ def ring(code: str, *arguments: str, size: int = 2) -> Iterator[list[Program]]:
         hosts = started.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
         json.dump([[f"127.0.0.1:{port}"] for port in free_ports(size)], hosts)
         hosts.flush()
-        programs = [JOIN.format(rank=rank, hosts=hosts.name) + code.replace("{rank}", str(rank)) for rank in range(size)]
-        yield [started.enter_context(server_forks().start(program, *arguments).ended()) for program in programs]
+        programs = [
+            JOIN.format(rank=rank, hosts=hosts.name) + code.replace("{rank}", str(rank))
+            for rank in range(size)
+        ]
+        yield [
+            started.enter_context(server_forks().start(program, *arguments).ended())
+            for program in programs
+        ]
 
 
-def on_ring(act: Callable[[Ranks], T], size: int = 2, kind: str = "tensor", ends: Sequence[int] = ()) -> list[T | None]:
+def on_ring(
+    act: Callable[[Ranks], T], size: int = 2, kind: str = "tensor", ends: Sequence[int] = ()
+) -> list[T | None]:
     """What `act`, a function of a module of tests, returns on each rank of a ring.
 
-    `ends`: the status that each rank ends with, 0 where it is left out; one with another status than 0 returns nothing.
+    `ends`: the status that each rank ends with, 0 where it is left out; one with another status
+    than 0 returns nothing.
     """
     module = ".".join(Path(inspect.getfile(act)).relative_to(TESTS).with_suffix("").parts)
     with tempfile.TemporaryDirectory() as folder:
-        fields: dict[str, Any] = {"tests": str(TESTS), "module": module, "name": act.__name__, "kind": kind}
+        fields: dict[str, Any] = {
+            "tests": str(TESTS),
+            "module": module,
+            "name": act.__name__,
+            "kind": kind,
+        }
         with ring(ACT.format(**fields, file=f"{folder}/{{rank}}"), size=size) as ranks:
             # One whose output nobody reads would wait.
             texts = [_read(rank) for rank in ranks]
             statuses = [rank.wait(SECONDS) for rank in ranks]
             wanted = [*ends, *[0] * size][:size]
-            assert statuses == wanted, "\n".join(f"rank {rank}: {text()}" for rank, text in enumerate(texts))
+            assert statuses == wanted, "\n".join(
+                f"rank {rank}: {text()}" for rank, text in enumerate(texts)
+            )
         files = [Path(folder) / str(rank) for rank in range(size)]
         return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 

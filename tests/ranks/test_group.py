@@ -12,7 +12,7 @@ from ranks.rings import on_ring
 from ranks.threads import ThreadRanks, on_ranks
 
 from mlx_blockpool.errors import GroupLostError, UnavailableError
-from mlx_blockpool.ranks.group import ALONE, Joined, Ranks, Sent
+from mlx_blockpool.ranks.group import ALONE, Joined, Ranks, Sent, ranks_of
 from mlx_blockpool.ranks.head import Act, Head
 
 COLLECTIVES = ("exchange", "least", "draw")
@@ -22,7 +22,9 @@ MAILS = (b"", b"x", bytes(range(256)) * 4096)
 def rounds(ranks: Ranks) -> list[object]:
     """What a rank sees of exchanges with mail of several lengths, of a vote and of a draw."""
     head = Head(act=Act.STEP, now_us=10**12 + ranks.rank, fingerprint=2**32 - 1)
-    seen: list[object] = [ranks.exchange(head, MAILS[(ranks.rank + i) % 3][: i * 400_000]) for i in range(4)]
+    seen: list[object] = [
+        ranks.exchange(head, MAILS[(ranks.rank + i) % 3][: i * 400_000]) for i in range(4)
+    ]
     seen.append(ranks.least([2**40 + ranks.rank, -ranks.rank, 7]))
     seen.append(ranks.least([]))
     drawn = ranks.draw(mx.array([5, 2**31, 0]) if ranks.rank == 0 else None, 3, mx.ones((3, 4)))
@@ -32,7 +34,10 @@ def rounds(ranks: Ranks) -> list[object]:
 def expected(size: int) -> list[object]:
     mails = [[MAILS[(rank + i) % 3][: i * 400_000] for rank in range(size)] for i in range(4)]
     heads = [
-        [Sent(Head(act=Act.STEP, now_us=10**12 + r, fingerprint=2**32 - 1, mail_bytes=len(m)), m) for r, m in enumerate(each)]
+        [
+            Sent(Head(act=Act.STEP, now_us=10**12 + r, fingerprint=2**32 - 1, mail_bytes=len(m)), m)
+            for r, m in enumerate(each)
+        ]
         for each in mails
     ]
     return [*heads, [2**40, 1 - size, 7], [], [5, 2**31, 0]]
@@ -52,7 +57,7 @@ def test_a_group_of_one_is_no_group() -> None:
         def size(self) -> int:
             return 1
 
-    assert Joined.of(One(), "tensor") is ALONE
+    assert ranks_of(One(), "tensor") is ALONE
 
 
 def test_a_draw_alone_is_the_array_itself() -> None:
@@ -86,7 +91,11 @@ def is_refused(ranks: Ranks, name: str) -> bool:
             "draw": lambda: ranks.draw(mx.array([1]) if ranks.rank == 0 else None, 1, mx.zeros(1)),
         }[name]()
     except GroupLostError as error:
-        return isinstance(error, UnavailableError) and ranks.is_lost and "send the request again" in str(error)
+        return (
+            isinstance(error, UnavailableError)
+            and ranks.is_lost
+            and "send the request again" in str(error)
+        )
     return False
 
 
@@ -94,7 +103,9 @@ def test_ranks_in_different_collectives_are_found() -> None:
     def act(ranks: ThreadRanks) -> None:
         _ = ranks.least([1]) if ranks.rank else ranks.exchange(Head())
 
-    with pytest.raises(AssertionError, match="different collectives: \\['exchange', 'least of 1'\\]"):
+    with pytest.raises(
+        AssertionError, match="different collectives: \\['exchange', 'least of 1'\\]"
+    ):
         on_ranks(2, act)
 
 
@@ -122,7 +133,10 @@ def see_the_other_die(ranks: Ranks) -> list[str]:
 @pytest.mark.thorough
 def test_the_loss_of_a_rank_is_an_error_and_nothing_is_sent_after_it() -> None:
     seen = on_ring(see_the_other_die, ends=[0, 9])[0]
-    assert re.fullmatch(r"Rank 1 was lost \(.*connection to a peer was lost.*\)\. .*; send the request again\.", seen[0])
+    assert re.fullmatch(
+        r"Rank 1 was lost \(.*connection to a peer was lost.*\)\. .*; send the request again\.",
+        seen[0],
+    )
     assert seen[1:] == list(COLLECTIVES)
 
 

@@ -27,9 +27,19 @@ def test_a_second_life_reads_what_both_ranks_have(tmp_path: Path) -> None:
     "schedule",
     [
         Schedule(1, "llama", blocks=1, lives=2, store=HASTY, fails=(0.0, 0.1)),
-        Schedule(3, "gemma3_text", blocks=1, lives=2, store=HASTY, fails=(0.03, 0.1), rank_1={"store_bytes": 300_000}),
+        Schedule(
+            3,
+            "gemma3_text",
+            blocks=1,
+            lives=2,
+            store=HASTY,
+            fails=(0.03, 0.1),
+            rank_1={"store_bytes": 300_000},
+        ),
         Schedule(1, "lfm2", blocks=1, lives=2, store=HASTY, fails=(0.03, 0.1)),
-        Schedule(4, "llama", size=3, blocks=1, lives=2, requests=6, store=HASTY, fails=(0.0, 0.05, 0.05)),
+        Schedule(
+            4, "llama", size=3, blocks=1, lives=2, requests=6, store=HASTY, fails=(0.0, 0.05, 0.05)
+        ),
     ],
     ids=["one flaky disk", "windows, little room", "states", "three ranks"],
 )

@@ -1,7 +1,8 @@
 """Ranks as threads of one process: what mx.distributed does between processes, a barrier does here.
 
-Each rank has a whole model and an engine of its own. Ranks in different collectives are an AssertionError on all of them, and one
-that does not come for some seconds is a GroupLostError on the others, which print the stacks of all threads.
+Each rank has a whole model and an engine of its own. Ranks in different collectives are an
+AssertionError on all of them, and one that does not come for some seconds is a GroupLostError on
+the others, which print the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from mlx_blockpool.errors import GroupLostError
-from mlx_blockpool.ranks.group import Sent
+from mlx_blockpool.ranks.group import Ranks, Sent
 from mlx_blockpool.ranks.head import Head
 
 T = TypeVar("T")
@@ -36,12 +37,17 @@ class Meeting:
         self._has_left = False
 
     def meet(self, rank: int, number: int, name: str, value: Any) -> list[Any]:
-        """What all ranks bring to a round, in their order. Raises GroupLostError if one leaves before."""
+        """What all ranks bring to a round, in their order.
+
+        Raises GroupLostError if one leaves before.
+        """
         with self._changed:
             given = self._rounds.setdefault(number, {})
             given[rank] = (name, value)
             self._changed.notify_all()
-            has_ended = self._changed.wait_for(lambda: len(given) == self.size or self._has_left, self.seconds)
+            has_ended = self._changed.wait_for(
+                lambda: len(given) == self.size or self._has_left, self.seconds
+            )
             # All are here, so that all have read the round before.
             self._rounds.pop(number - 1, None)
         if len(given) < self.size:
@@ -58,10 +64,8 @@ class Meeting:
             self._changed.notify_all()
 
 
-class ThreadRanks:
+class ThreadRanks(Ranks):
     """One rank of several threads. `calls` counts its collectives by name."""
-
-    group = None
 
     def __init__(self, rank: int, kind: str, meeting: Meeting) -> None:
         self.rank = rank
@@ -107,8 +111,13 @@ def joined(size: int, kind: str = "tensor", seconds: float = SECONDS) -> list[Th
     return [ThreadRanks(rank, kind, meeting) for rank in range(size)]
 
 
-def on_ranks(size: int, act: Callable[[ThreadRanks], T], kind: str = "tensor", seconds: float = SECONDS) -> list[T]:
-    """What `act` returns on each of `size` ranks. Raises the first error of a rank; the others then lose their group."""
+def on_ranks(
+    size: int, act: Callable[[ThreadRanks], T], kind: str = "tensor", seconds: float = SECONDS
+) -> list[T]:
+    """What `act` returns on each of `size` ranks.
+
+    Raises the first error of a rank; the others then lose their group.
+    """
     found: dict[int, T] = {}
     errors: list[Exception] = []
 
@@ -119,7 +128,10 @@ def on_ranks(size: int, act: Callable[[ThreadRanks], T], kind: str = "tensor", s
             errors.append(error)
             ranks.leave()
 
-    threads = [threading.Thread(target=run, args=[ranks], daemon=True) for ranks in joined(size, kind, seconds)]
+    threads = [
+        threading.Thread(target=run, args=[ranks], daemon=True)
+        for ranks in joined(size, kind, seconds)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

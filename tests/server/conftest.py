@@ -1,7 +1,11 @@
-"""Fixtures of the server's tests: a model that says what a test wants, its server, and the SDKs' clients for it."""
+"""Fixtures of the server's tests: a model that says what a test wants, its server, and the SDKs'
+clients for it.
+"""
 
 from __future__ import annotations
 
+import functools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +15,71 @@ import mlx.core as mx
 import mlx_lm.server
 import openai
 import pytest
+from models import save_ending, save_endless, save_model
 
 from mlx_blockpool.server import replies
-from server.scripted import Say, anthropic_client, openai_client, save_agent
+from server.scripted import TEMPLATE, Say, anthropic_client, openai_client, save_agent
 from server.serving import Client, blockpool_server
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+SPECIAL: dict[str, Callable[[Path], Path]] = {
+    "agent": save_agent,
+    "endless": save_endless,
+    "ending": lambda folder: save_ending(folder, TEMPLATE),
+}
 
 
 @pytest.fixture(scope="session")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_agent(tmp_path_factory.mktemp("agent"))
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """saved(name): the folder of a tiny model, made once: an architecture or one of SPECIAL.
+
+    No test changes it.
+    """
+    folder = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def save(name: str) -> Path:
+        return SPECIAL[name](folder / name) if name in SPECIAL else save_model(folder / name, name)
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def agent(saved: Callable[[str], Path]) -> Path:
+    return saved("agent")
 
 
 @pytest.fixture(scope="module")
-def server(agent: Path) -> Iterator[Client]:
-    with blockpool_server(agent, "--pool-bytes", "20MB", "--prefill-step-size", "128") as running:
+def model(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Path:
+    return saved(mark(request).kwargs.get("model", "llama"))
+
+
+@pytest.fixture(scope="module")
+def keys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of the API keys that the module's mark names."""
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(mark(request).kwargs["keys"])
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """The server that the module's mark describes: pytest.mark.server(options, model=name,
+    keys=text, is_stored=True).
+    """
+    options = " ".join(mark(request).args).split()
+    if "keys" in mark(request).kwargs:
+        options += ["--api-key-file", str(request.getfixturevalue("keys"))]
+    if mark(request).kwargs.get("is_stored"):
+        options += ["--store-dir", str(tmp_path_factory.mktemp("store"))]
+    with blockpool_server(model, *options) as running:
         yield running
+
+
+def mark(request: pytest.FixtureRequest) -> pytest.Mark:
+    return request.node.get_closest_marker("server") or pytest.mark.server.mark
 
 
 @pytest.fixture
@@ -45,6 +99,22 @@ def claude(well: Client) -> anthropic.Anthropic:
 def gpt(well: Client) -> Iterator[openai.OpenAI]:
     with openai_client(well) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A headless browser, in which names below .example are those of this machine."""
+    sync_api: Any = pytest.importorskip(
+        "playwright.sync_api", reason="needs the extra `browser`: pip install -e '.[browser]'"
+    )
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip(f"no browser is installed: needs one of {', '.join(BROWSERS)}")
+    with sync_api.sync_playwright() as playwright:
+        options = ["--no-sandbox", "--host-resolver-rules=MAP *.example 127.0.0.1"]
+        browser = playwright.chromium.launch(executable_path=program, args=options)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture
@@ -79,10 +149,10 @@ def fourth_word_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], 
     def fail(error: Exception) -> None:
         calls = iter(range(1000))
 
-        def failing(detokenizer: Any, response: Any) -> str:
+        def failing(*args: Any) -> str:
             if next(calls) == 3:
                 raise error
-            return text_of(detokenizer, response)
+            return text_of(*args)
 
         monkeypatch.setattr(replies, "text_of", failing)
 

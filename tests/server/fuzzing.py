@@ -1,4 +1,6 @@
-"""Requests near right ones: bodies with something wrong in them, odd headers and paths, sent byte by byte as they are."""
+"""Requests near right ones: bodies with something wrong in them, odd headers and paths, sent
+byte by byte as they are.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,52 @@ from typing import Any
 from hypothesis import strategies as st
 
 ODD: list[Any] = [
-    None, True, False, -1, 0, 1, 10**30, 10**400, -(10**30), 1.5, -0.0, 1e308, float("nan"), float("inf"), float("-inf"),
-    "", " ", "text", "\0", "\ud800", "\U0001f469\u200d\U0001f680" * 30, "\u202e\u0301", "user", "auto", "../../etc/passwd",
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    10**30,
+    10**400,
+    -(10**30),
+    1.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    "",
+    " ",
+    "text",
+    "\0",
+    "\ud800",
+    "\U0001f469\u200d\U0001f680" * 30,
+    "\u202e\u0301",
+    "user",
+    "auto",
+    "../../etc/passwd",
     "x" * 9000,
-    [], [None], [[]], {}, {"": ""}, {"type": "text"}, {"type": None}, {"a": {"b": [1, {"c": None}]}},
-    "<|im_start|>" * 9, "{{ 7 * 7 }}", "%s%n", "content", {"role": "user"}, ["text"] * 400,
-]  # fmt: skip
+    [],
+    [None],
+    [[]],
+    {},
+    {"": ""},
+    {"type": "text"},
+    {"type": None},
+    {"a": {"b": [1, {"c": None}]}},
+    "<|im_start|>" * 9,
+    "{{ 7 * 7 }}",
+    "%s%n",
+    "content",
+    {"role": "user"},
+    ["text"] * 400,
+]
 JSON = st.recursive(
     st.sampled_from(ODD[:-1]) | st.text(max_size=20) | st.integers() | st.floats(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=6,
 )
 Path = tuple[Any, ...]
@@ -38,7 +77,10 @@ class Sent:
 
     @property
     def raw(self) -> bytes:
-        lines = [f"{self.method} {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers)]
+        lines = [
+            f"{self.method} {self.path} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in self.headers),
+        ]
         return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + self.body
 
     @property
@@ -51,7 +93,13 @@ def places(value: Any, at: Path = ()) -> list[Path]:
     found = [at] if at else []
     if len(at) > 9:
         return found
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, part in inside:
         found += places(part, (*at, name))
     return found
@@ -76,7 +124,9 @@ def mutated(draw: st.DrawFn, valid: dict[str, Any]) -> dict[str, Any]:
         parent = body
         for name in way:
             parent = parent[name]
-        kind = draw(st.sampled_from(["odd", "odd", "json", "gone", "more", "other", "twice", "deep"]))
+        kind = draw(
+            st.sampled_from(["odd", "odd", "json", "gone", "more", "other", "twice", "deep"])
+        )
         if kind == "gone":
             del parent[last]
         elif kind == "more" and isinstance(parent, dict):
@@ -86,7 +136,11 @@ def mutated(draw: st.DrawFn, valid: dict[str, Any]) -> dict[str, Any]:
         elif kind == "other":
             other: Any = body
             for name in draw(st.sampled_from(known)):
-                other = other[name] if isinstance(other, dict) or (isinstance(other, list) and name < len(other)) else None
+                other = (
+                    other[name]
+                    if isinstance(other, dict) or (isinstance(other, list) and name < len(other))
+                    else None
+                )
                 if other is None:
                     break
             parent[last] = copy.deepcopy(other)
@@ -103,7 +157,18 @@ def bodies(valid: dict[str, Any]) -> st.SearchStrategy[bytes]:
     written = mutated(valid).map(lambda body: json.dumps(body).encode())
     cut = st.tuples(written, st.integers(0, 400)).map(lambda both: both[0][: both[1]])
     odd = st.sampled_from(
-        [b"", b"{", b"[]", b"null", b"7", b'"text"', b"\xff\xfe", b"[" * 5000, b'{"a":' * 5000, b'{"model": 1e999}']
+        [
+            b"",
+            b"{",
+            b"[]",
+            b"null",
+            b"7",
+            b'"text"',
+            b"\xff\xfe",
+            b"[" * 5000,
+            b'{"a":' * 5000,
+            b'{"model": 1e999}',
+        ]
     )
     return st.one_of(written, written, written, written, written, cut, odd, st.binary(max_size=60))
 
@@ -118,7 +183,17 @@ NAMES = [
     "x-api-key",
     "Content-Type",
 ]
-NAMES += ["Accept", "Origin", "Cookie", "Expect", "X-Request-Id", "request-id", "Accept-Encoding", "Range", "Transfer-Encoding"]
+NAMES += [
+    "Accept",
+    "Origin",
+    "Cookie",
+    "Expect",
+    "X-Request-Id",
+    "request-id",
+    "Accept-Encoding",
+    "Range",
+    "Transfer-Encoding",
+]
 VALUES = [
     "",
     "1",
@@ -133,14 +208,33 @@ VALUES = [
     "\x00",
     "\xff\xfe",
 ]
-VALUES += ["a" * 300, "a" * 70_000, "2023-06-01", "../x", "http://evil.example", "gzip", "%00", "; DROP", "content-3f2a9c"]
+VALUES += [
+    "a" * 300,
+    "a" * 70_000,
+    "2023-06-01",
+    "../x",
+    "http://evil.example",
+    "gzip",
+    "%00",
+    "; DROP",
+    "content-3f2a9c",
+]
 LENGTHS = ["-1", "x", "1e3", "", "99999999999", "0", "+5", "\xb2", "5, 5"]
 
 
 @st.composite
 def headers(draw: st.DrawFn, length: int) -> tuple[tuple[str, str], ...]:
     """Right ones most of the time, with some odd ones among them."""
-    said = [("Host", draw(st.sampled_from(["127.0.0.1"] * 40 + ["localhost:1", "evil.example", "[::1]", "", "a b"])))]
+    said = [
+        (
+            "Host",
+            draw(
+                st.sampled_from(
+                    ["127.0.0.1"] * 40 + ["localhost:1", "evil.example", "[::1]", "", "a b"]
+                )
+            ),
+        )
+    ]
     odd_length = draw(st.integers(0, 24)) == 7
     said.append(("Content-Length", draw(st.sampled_from(LENGTHS)) if odd_length else str(length)))
     for _ in range(draw(st.sampled_from([0] * 20 + [1] * 6 + [2] * 3 + [150]))):
@@ -149,11 +243,28 @@ def headers(draw: st.DrawFn, length: int) -> tuple[tuple[str, str], ...]:
 
 
 @st.composite
-def requests(draw: st.DrawFn, methods: tuple[str, ...], paths: tuple[str, ...], valid: tuple[dict[str, Any], ...]) -> Sent:
+def requests(
+    draw: st.DrawFn,
+    methods: tuple[str, ...],
+    paths: tuple[str, ...],
+    valid: tuple[dict[str, Any], ...],
+) -> Sent:
     """A request to one of these paths, now and then with an odd query or end."""
     path = draw(st.sampled_from(paths))
     path += draw(
-        st.sampled_from([""] * 9 + ["?", "?beta=true", "/", "//", "?limit=-1&after_id=%ff", "/x", "%2e%2e", "?" + "a" * 3000])
+        st.sampled_from(
+            [""] * 9
+            + [
+                "?",
+                "?beta=true",
+                "/",
+                "//",
+                "?limit=-1&after_id=%ff",
+                "/x",
+                "%2e%2e",
+                "?" + "a" * 3000,
+            ]
+        )
     )
     body = draw(bodies(draw(st.sampled_from(valid)))) if valid else b""
     return Sent(draw(st.sampled_from(methods)), path, draw(headers(len(body))), body)
@@ -173,7 +284,8 @@ def send(port: int, sent: Sent) -> Answer | None:
         with suppress(OSError):
             connection.sendall(sent.raw)
             if not sent.is_whole:
-                # Nobody waits for the rest. After a whole request the end would mean that nobody waits for the answer.
+                # Nobody waits for the rest. After a whole request the end would mean that nobody
+                # waits for the answer.
                 connection.shutdown(socket.SHUT_WR)
         response = http.client.HTTPResponse(connection, method=sent.method)
         try:

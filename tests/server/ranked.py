@@ -1,4 +1,6 @@
-"""Servers of several ranks: threads of this process, of which each has a whole model, and processes of a ring with its shares."""
+"""Servers of several ranks: threads of this process, of which each has a whole model, and
+processes of a ring with its shares.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,12 @@ from forks import Program
 from ranks.rings import free_ports, ring
 from ranks.threads import ThreadRanks, joined
 
-from mlx_blockpool.ranks.lookout import Lookout
+from mlx_blockpool.ranks.watchdog import TurnWatchdog
 from mlx_blockpool.server import app, options
 from mlx_blockpool.server.http import BlockpoolHandler
-from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from mlx_blockpool.server.models.registry import ModelRegistry
-from mlx_blockpool.server.ranked.follower import follow_turns
-from mlx_blockpool.server.ranked.replica import Replica
+from mlx_blockpool.server.provider import BlockpoolModelProvider
+from mlx_blockpool.server.ranked.replica import Replica, follow_turns
 from server.processes import SERVE
 from server.serving import Client, listening, parse
 
@@ -31,12 +32,21 @@ class Group:
     def __init__(self, client: Client, ranks: list[ThreadRanks], followers: list[Follower]) -> None:
         self.client = client
         self.ranks = ranks
-        self.registries: list[ModelRegistry] = [client.generator.registry, *(each.replica.registry for each in followers)]
+        self.registries: list[ModelRegistry] = [
+            client.generator.registry,
+            *(each.replica.registry for each in followers),
+        ]
 
     def settle(self) -> None:
-        """Wait until nothing is left to do; then all ranks hold the same, and no block is in use."""
+        """Wait until nothing is left to do; then all ranks hold the same, and no block is in
+        use.
+        """
         # A request that has ended on rank 0 leaves the engines with the next exchange.
-        while any(len(model.engine or ()) for registry in self.registries for model in registry.loaded.values()):
+        while any(
+            len(model.engine or ())
+            for registry in self.registries
+            for model in registry.loaded.values()
+        ):
             threading.Event().wait(0.01)
         self.client.settle()
         self.exchange()
@@ -46,12 +56,20 @@ class Group:
             for prefix in models.values():
                 assert prefix is not None
                 prefix.check()
-            found.append({key: (prefix.pool.counts(), len(prefix)) for key, prefix in models.items() if prefix is not None})
+            found.append(
+                {
+                    key: (prefix.pool.counts(), len(prefix))
+                    for key, prefix in models.items()
+                    if prefix is not None
+                }
+            )
         assert all(each == found[0] for each in found), found
 
     def exchange(self) -> None:
-        """Wait until all ranks have applied what is noted now: the next exchange sends it, and the one behind comes after it."""
-        condition = self.client.generator.turns.condition
+        """Wait until all ranks have applied what is noted now: the next exchange sends it, and
+        the one behind comes after it.
+        """
+        condition = self.client.generator.step_driver.condition
         until = condition.num_exchanges + 3
         while condition.num_exchanges < until:
             threading.Event().wait(0.005)
@@ -65,7 +83,7 @@ class Follower(threading.Thread):
         config = options.server_config(args)
         self.error: Exception | None = None
         registry = ModelRegistry(BlockpoolModelProvider(args, ranks), config)
-        self.replica = Replica(ranks, registry, config, Lookout(1e9, lambda error: None))
+        self.replica = Replica(ranks, registry, config, TurnWatchdog(1e9, lambda error: None))
 
     def run(self) -> None:
         try:
@@ -96,7 +114,7 @@ def ranked_server(model: Path | str, *arguments: str, size: int = 2) -> Iterator
         lost.append(error)
         raise SystemExit
 
-    generator.turns.lose = lose  # type: ignore[method-assign]
+    generator.step_driver.lose = lose  # type: ignore[method-assign]
     with listening(generator, BlockpoolHandler) as client:
         yield Group(client, ranks, followers)
     for follower in followers:
@@ -105,16 +123,31 @@ def ranked_server(model: Path | str, *arguments: str, size: int = 2) -> Iterator
 
 
 @contextmanager
-def ring_server(model: Path | str, *arguments: str, size: int = 2, before: str = "") -> Iterator[tuple[int, list[Program]]]:
-    """The port and the ranks of a server on a ring of processes, each with its share of the model."""
+def ring_server(
+    model: Path | str, *arguments: str, size: int = 2, before: str = ""
+) -> Iterator[tuple[int, list[Program]]]:
+    """The port and the ranks of a server on a ring of processes, each with its share of the
+    model.
+    """
     (port,) = free_ports(1)
     stored = [] if "--store-dir" in arguments else ["--no-store"]
-    options = ["--model", str(model), "--port", str(port), "--pool-bytes", "60MB", *stored, *arguments]
+    options = [
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        "--pool-bytes",
+        "60MB",
+        *stored,
+        *arguments,
+    ]
     with ring(f"{before}\n{SERVE}", *options, size=size) as ranks:
         ranks[0].read_until("Starting httpd at")
         for number, rank in enumerate(ranks):
             # One whose log nobody reads would wait.
-            threading.Thread(target=_show, args=[f"rank {number}", rank.stderr], daemon=True).start()
+            threading.Thread(
+                target=_show, args=[f"rank {number}", rank.stderr], daemon=True
+            ).start()
         yield port, ranks
 
 

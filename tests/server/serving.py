@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from mlx_blockpool.mlx_lm_compat import rebind
 from mlx_blockpool.server import app
+from mlx_blockpool.server.access import AccessPolicy
 from mlx_blockpool.server.http import BlockpoolHandler
-from mlx_blockpool.server.models.provider import BlockpoolModelProvider
+from mlx_blockpool.server.provider import BlockpoolModelProvider
 
 
 class Client:
@@ -29,7 +32,11 @@ class Client:
         self.generator = generator
 
     def send(
-        self, path: str, body: Any = None, raw: bytes | None = None, headers: dict[str, str] | None = None
+        self,
+        path: str,
+        body: Any = None,
+        raw: bytes | None = None,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
         """(status, decoded JSON) of one request; POST where there is a body."""
         data = raw if raw is not None else None if body is None else json.dumps(body).encode()
@@ -46,15 +53,25 @@ class Client:
         return answer  # type: ignore[no-any-return]
 
     def capacity(self) -> int:
-        """The tokens that the pool has for one request. Loads the model if no request has done so yet."""
+        """The tokens that the pool has for one request.
+
+        Loads the model if no request has done so yet.
+        """
         if self.generator.model is None:
             self.send("/v1/completions", {"prompt": "y", "max_tokens": 1})
         return self.generator.model.capacity()  # type: ignore[no-any-return]
 
     def settle(self) -> None:
-        """Wait until the generation thread has nothing to do, then check every invariant of pool and trie."""
+        """Wait until the generation thread has nothing to do, then check every invariant of pool
+        and trie.
+        """
         generator = self.generator
-        while generator.requests.qsize() or generator._live or generator.registry.queue or generator.registry.swap:
+        while (
+            generator.requests.qsize()
+            or generator._live
+            or generator.registry.queue
+            or generator.registry.swap
+        ):
             threading.Event().wait(0.02)
         for served in generator.registry.loaded.values():
             prefix = served.prefix
@@ -67,7 +84,8 @@ class Client:
 def parse(arguments: list[str]) -> Any:
     """The options of our server as its main() parses them.
 
-    A reply whose request names no limit has 512 tokens, as stock's. Nothing is measured unless the options say so.
+    A reply whose request names no limit has 512 tokens, as stock's. Nothing is measured unless the
+    options say so.
     """
     for option, value in (("--max-tokens", "512"), ("--measure", "off")):
         arguments = arguments if option in arguments else [option, value, *arguments]
@@ -90,13 +108,17 @@ def blockpool_server(model: Path | str, *arguments: str) -> Iterator[Client]:
 @contextmanager
 def stock_server(model: Path | str, *arguments: str) -> Iterator[Client]:
     args = parse(["--model", str(model), *arguments])
-    with listening(server.ResponseGenerator(server.ModelProvider(args), LRUPromptCache(10)), server.APIHandler) as client:
+    with listening(
+        server.ResponseGenerator(server.ModelProvider(args), LRUPromptCache(10)), server.APIHandler
+    ) as client:
         yield client
 
 
 @contextmanager
 def listening(generator: Any, handler: Any) -> Iterator[Client]:
-    http = app.BlockpoolHTTPServer(("127.0.0.1", 0), lambda *args: handler(generator, *args, system_fingerprint="test"))
+    http = app.BlockpoolHTTPServer(
+        ("127.0.0.1", 0), lambda *args: handler(generator, *args, system_fingerprint="test")
+    )
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -108,7 +130,37 @@ def listening(generator: Any, handler: Any) -> Iterator[Client]:
         generator.stop_and_join()
 
 
+def text_of(answer: Any) -> Any:
+    """What the reply of a chat says."""
+    return answer["choices"][0]["message"]["content"]
+
+
+def cached_tokens(usage: Any) -> int:
+    """The tokens of a prompt that were known."""
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def until(holds: Callable[[], Any]) -> None:
+    """Wait until it holds, for as long as the busiest machine may take."""
+    end = time.monotonic() + 300
+    while not holds():
+        if time.monotonic() > end:
+            raise TimeoutError("what the test waits for has not come in 300 seconds")
+        threading.Event().wait(0.01)
+
+
 def at_once(jobs: list[Any]) -> list[Any]:
     """Run all jobs at the same time; their results in order."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [future.result() for future in [pool.submit(job) for job in jobs]]
+
+
+@contextmanager
+def with_access(server: Client, **changes: Any) -> Iterator[AccessPolicy]:
+    """The same server with another access policy."""
+    before = server.generator.access
+    server.generator.access = AccessPolicy(replace(before.config, **changes))
+    try:
+        yield server.generator.access
+    finally:
+        server.generator.access = before

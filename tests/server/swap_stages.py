@@ -1,4 +1,5 @@
-"""Run as a program: swaps one model for another, and prints how many bytes of arrays there were at each stage of it.
+"""Run as a program: swaps one model for another, and prints how many bytes of arrays there were at
+each stage of it.
 
 A process of its own: what mlx counts is counted for all that a process has ever made.
 """
@@ -11,7 +12,7 @@ import sys
 
 import mlx.core as mx
 
-from mlx_blockpool.server.models.swap import ModelSwap
+from mlx_blockpool.server.models.registry import ModelSwap
 from server.serving import blockpool_server
 
 
@@ -31,7 +32,17 @@ def main(old: str, new: str) -> None:
         ModelSwap._enter = entering  # type: ignore[method-assign]
         assert ours.send("/v1/chat/completions", {**body, "model": new})[0] == 200
         weights = ours.send("/admin/models")[1]["models"][0]["weights_bytes"]
-    print(json.dumps({"before": before, "old": own["weights_bytes"] + own["array_bytes"], "new": weights, **active}), flush=True)
+    print(
+        json.dumps(
+            {
+                "before": before,
+                "old": own["weights_bytes"] + own["array_bytes"],
+                "new": weights,
+                **active,
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

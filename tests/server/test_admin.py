@@ -15,9 +15,9 @@ from models import save_model
 from mlx_blockpool.config import ModelsConfig
 from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.http import ModelsEndpoint
-from mlx_blockpool.server.models.provider import BlockpoolModelProvider, ModelKey
-from mlx_blockpool.server.models.swap import ModelSwap
-from server.serving import Client, at_once, blockpool_server
+from mlx_blockpool.server.models.registry import ModelSwap
+from mlx_blockpool.server.provider import BlockpoolModelProvider, ModelKey
+from server.serving import Client, at_once, blockpool_server, text_of, until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 POOL = ("--pool-bytes", "40MB")
@@ -37,14 +37,16 @@ def unchanged(models: list[Path]) -> Iterator[Client]:
 
 
 @pytest.fixture
-def client(models: list[Path]) -> Iterator[Client]:
+def fresh_server(models: list[Path]) -> Iterator[Client]:
     with blockpool_server(models[0], "--allow-models", str(models[0].parent), *POOL) as running:
         running.chat(HELLO, max_tokens=2)
         yield running
 
 
 def ask(client: Client, model: Any, **fields: Any) -> tuple[int, Any]:
-    return client.send("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2, "model": str(model), **fields})
+    return client.send(
+        "/v1/chat/completions", {"messages": HELLO, "max_tokens": 2, "model": str(model), **fields}
+    )
 
 
 class EndingSwap:
@@ -65,14 +67,29 @@ class EndingSwap:
         return self._first.pop("leaving", None)
 
 
-@pytest.mark.parametrize("look", [lambda endpoint: endpoint.models(0), lambda endpoint: endpoint.figures()])
+@pytest.mark.parametrize(
+    "look", [lambda endpoint: endpoint.models(0), lambda endpoint: endpoint.figures()]
+)
 def test_models_are_listed_while_a_swap_ends(look: Callable[[ModelsEndpoint], Any]) -> None:
     model = SimpleNamespace(key=ModelKey("m"), weights_bytes=1, read_bytes=1, hashing=None)
-    catalog = SimpleNamespace(default=None, listed=lambda: ["m"], ids=lambda: {"m": "m"}, id_of=str, allowed_models=lambda: ["m"])
+    catalog = SimpleNamespace(
+        default=None,
+        listed=lambda: ["m"],
+        ids=lambda: {"m": "m"},
+        id_of=str,
+        allowed_models=lambda: ["m"],
+    )
     registry = SimpleNamespace(
-        swap=EndingSwap(model), plan=None, catalog=catalog, config=ModelsConfig(), loaded={}, queue=[], failures={}, sizes={},
+        swap=EndingSwap(model),
+        plan=None,
+        catalog=catalog,
+        config=ModelsConfig(),
+        loaded={},
+        queue=[],
+        failures={},
+        sizes={},
         counts={},
-    )  # fmt: skip
+    )
     assert look(ModelsEndpoint(SimpleNamespace(registry=registry)))
 
 
@@ -82,7 +99,9 @@ def test_models_are_listed_in_openais_shape_with_their_states(models: list[Path]
         client.chat(HELLO, max_tokens=2)
         status, listed = client.send("/v1/models")
         assert (status, listed["object"]) == (200, "list")
-        assert [(m["id"], m["object"], m["owned_by"], m["mlx_blockpool"]) for m in listed["data"]] == [
+        assert [
+            (m["id"], m["object"], m["owned_by"], m["mlx_blockpool"]) for m in listed["data"]
+        ] == [
             ("0", "model", "mlx-blockpool", {"state": "loaded", "default": True}),
             ("1", "model", "mlx-blockpool", {"state": "available", "default": False}),
             ("default_model", "model", "mlx-blockpool", {"state": "loaded", "default": True}),
@@ -95,13 +114,23 @@ def test_models_are_listed_in_openais_shape_with_their_states(models: list[Path]
         assert "the models are 0, 1, default_model" in answer["error"]["message"]
 
 
-def test_only_allowed_models_are_loaded_and_the_error_says_which(models: list[Path], tmp_path: Path) -> None:
+def test_only_allowed_models_are_loaded_and_the_error_says_which(
+    models: list[Path], tmp_path: Path
+) -> None:
     one, two, three = models
     (tmp_path / "link").symlink_to(two)
     with blockpool_server(one, "--allow-models", f"{two},some/hub-id", *POOL) as client:
         for name in ("default_model", one, two, tmp_path / "link", f"{three}/../1"):
             assert ask(client, name)[0] == 200, name
-        for name in (three, f"{two}/../2", "demo", "some/other-id", "../../../etc", "\0", "x" * 5000):
+        for name in (
+            three,
+            f"{two}/../2",
+            "demo",
+            "some/other-id",
+            "../../../etc",
+            "\0",
+            "x" * 5000,
+        ):
             status, answer = ask(client, name)
             assert status == 404, name
             assert "There is no model" in answer["error"]["message"]
@@ -109,49 +138,73 @@ def test_only_allowed_models_are_loaded_and_the_error_says_which(models: list[Pa
         # Nor is anything else that a request names loaded.
         assert ask(client, one, draft_model=str(three))[0] == 404
         assert ask(client, one, adapters=str(three))[0] == 404
-        assert {m["id"] for m in client.send("/admin/models")[1]["models"]} == {one.name, two.name, "some/hub-id"}
-        assert client.send("/admin/models")[1]["counts"]["loads"] == 2, "nothing was loaded for those that were refused"
+        assert {m["id"] for m in client.send("/admin/models")[1]["models"]} == {
+            one.name,
+            two.name,
+            "some/hub-id",
+        }
+        assert client.send("/admin/models")[1]["counts"]["loads"] == 2, (
+            "nothing was loaded for those that were refused"
+        )
 
 
-def test_a_model_is_loaded_and_unloaded_by_hand(client: Client, models: list[Path]) -> None:
+def test_a_model_is_loaded_and_unloaded_by_hand(fresh_server: Client, models: list[Path]) -> None:
     one, two, _ = map(str, models)
-    status, answer = client.send("/admin/load", {"model": two})
+    status, answer = fresh_server.send("/admin/load", {"model": two})
     one, two = "0", "1"
     assert (status, answer["model"], answer["state"]) == (200, two, "loaded")
-    found = {m["id"]: m for m in client.send("/admin/models")[1]["models"]}
-    assert {name: model["state"] for name, model in found.items()} == {one: "available", two: "loaded", "2": "available"}
+    found = {m["id"]: m for m in fresh_server.send("/admin/models")[1]["models"]}
+    assert {name: model["state"] for name, model in found.items()} == {
+        one: "available",
+        two: "loaded",
+        "2": "available",
+    }
     assert found[two]["weights_bytes"] > 0
     assert found[two]["pool_bytes"] == 40_000_000
-    assert client.send("/admin/load", {"model": two})[1]["state"] == "loaded", "it is already"
+    assert fresh_server.send("/admin/load", {"model": two})[1]["state"] == "loaded", "it is already"
     for _ in range(2):
-        status, answer = client.send("/admin/unload", {"model": two})
+        status, answer = fresh_server.send("/admin/unload", {"model": two})
         assert (status, answer["state"]) == (200, "available")
-    assert client.send("/v1/cache")[1]["backend"] is None
-    assert ask(client, two)[0] == 200
-    assert client.send("/admin/models")[1]["counts"] == {"loads": 3, "unloads": 2, "swaps": 1, "failures": 0}
+    assert fresh_server.send("/v1/cache")[1]["backend"] is None
+    assert ask(fresh_server, two)[0] == 200
+    assert fresh_server.send("/admin/models")[1]["counts"] == {
+        "loads": 3,
+        "unloads": 2,
+        "swaps": 1,
+        "failures": 0,
+    }
 
 
-def test_unloading_lets_live_requests_end_and_serves_those_that_come_later(client: Client, models: list[Path]) -> None:
+def test_unloading_lets_live_requests_end_and_serves_those_that_come_later(
+    fresh_server: Client, models: list[Path]
+) -> None:
     body = {"messages": HELLO, "max_tokens": 60}
-    jobs: list[Any] = [lambda: client.send("/v1/chat/completions", body)] * 3
-    jobs.append(lambda: client.send("/admin/unload", {"model": str(models[0])}))
-    jobs += [lambda: client.send("/v1/chat/completions", body)] * 3
+    jobs: list[Any] = [lambda: fresh_server.send("/v1/chat/completions", body)] * 3
+    jobs.append(lambda: fresh_server.send("/admin/unload", {"model": str(models[0])}))
+    jobs += [lambda: fresh_server.send("/v1/chat/completions", body)] * 3
     answers = at_once(jobs)
     assert [status for status, _ in answers] == [200] * 7
-    replies = [answer["choices"][0]["message"]["content"] for _, answer in answers if "choices" in answer]
+    replies = [text_of(answer) for _, answer in answers if "choices" in answer]
     assert replies == [replies[0]] * 6
-    assert client.send("/admin/models")[1]["counts"]["unloads"] == 1
-    client.settle()
+    assert fresh_server.send("/admin/models")[1]["counts"]["unloads"] == 1
+    fresh_server.settle()
 
 
-def test_an_order_that_is_not_waited_for_is_accepted(client: Client, models: list[Path]) -> None:
-    status, answer = client.send("/admin/load", {"model": str(models[1]), "wait": False})
+def test_an_order_that_is_not_waited_for_is_accepted(
+    fresh_server: Client, models: list[Path]
+) -> None:
+    status, answer = fresh_server.send("/admin/load", {"model": str(models[1]), "wait": False})
     assert (status, answer) == (202, {"model": "1", "accepted": "load"})
-    while client.send("/v1/models/1")[1].get("mlx_blockpool", {}).get("state") != "loaded":
-        threading.Event().wait(0.01)
+    until(
+        lambda: (
+            fresh_server.send("/v1/models/1")[1].get("mlx_blockpool", {}).get("state") == "loaded"
+        )
+    )
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"{}", b'{"model": 7}', b'{"model": "x", "wait": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"{}", b'{"model": 7}', b'{"model": "x", "wait": 1}', b"\xff"]
+)
 @pytest.mark.parametrize("path", ["/admin/load", "/admin/unload"])
 def test_a_bad_order_is_refused(unchanged: Client, path: str, raw: bytes) -> None:
     status, answer = unchanged.send(path, raw=raw)
@@ -185,19 +238,30 @@ class Held:
 
 @pytest.mark.parametrize(
     ("stage", "old", "new"),
-    [("saving", "loaded", "loading"), ("loading", "available", "loading"), ("warming", "available", "loading")],
+    [
+        ("saving", "loaded", "loading"),
+        ("loading", "available", "loading"),
+        ("warming", "available", "loading"),
+    ],
 )
 def test_progress_is_told_while_the_generation_thread_is_busy(
-    client: Client, models: list[Path], monkeypatch: pytest.MonkeyPatch, stage: str, old: str, new: str
+    fresh_server: Client,
+    models: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    old: str,
+    new: str,
 ) -> None:
     two = str(models[1])
     held = Held(monkeypatch, stage)
-    loading = threading.Thread(target=client.send, args=("/admin/load", {"model": two}))
+    loading = threading.Thread(target=fresh_server.send, args=("/admin/load", {"model": two}))
     loading.start()
     assert held.entered.wait(30)
-    change = client.send("/admin/models")[1]["change"]
-    listed = {m["id"]: m["mlx_blockpool"]["state"] for m in client.send("/v1/models")[1]["data"]}
-    doing = client.send("/health")
+    change = fresh_server.send("/admin/models")[1]["change"]
+    listed = {
+        m["id"]: m["mlx_blockpool"]["state"] for m in fresh_server.send("/v1/models")[1]["data"]
+    }
+    doing = fresh_server.send("/health")
     held.release()
     loading.join()
     assert (change["load"], change["unload"], change["stage"]) == ("1", "0", stage)
@@ -206,7 +270,7 @@ def test_progress_is_told_while_the_generation_thread_is_busy(
     assert 0 <= change["stage_seconds"] <= change["seconds"]
     assert (listed["0"], listed["1"]) == (old, new)
     assert (doing[0], doing[1]["doing"]) == (200, "loading a model")
-    assert client.send("/admin/models")[1]["change"] is None
+    assert fresh_server.send("/admin/models")[1]["change"] is None
 
 
 def parameters(model: Path) -> int:
@@ -216,7 +280,9 @@ def parameters(model: Path) -> int:
     return sum(end - start for start, end in sizes) // 4
 
 
-def test_draining_is_told(client: Client, models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draining_is_told(
+    fresh_server: Client, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reply that goes on holds the model that is to go."""
     steps, goes_on = threading.Event(), threading.Event()
     step = LoadedModel.step
@@ -227,17 +293,17 @@ def test_draining_is_told(client: Client, models: list[Path], monkeypatch: pytes
         step(self)
 
     monkeypatch.setattr(LoadedModel, "step", slow)
-    monkeypatch.setattr(client.generator.registry.queue, "patience", 0.0)
+    monkeypatch.setattr(fresh_server.generator.registry.queue, "patience", 0.0)
     two = str(models[1])
     body = {"messages": HELLO, "max_tokens": 200}
     threads = [
-        threading.Thread(target=client.send, args=("/v1/chat/completions", body)),
-        threading.Thread(target=client.send, args=("/admin/load", {"model": two})),
+        threading.Thread(target=fresh_server.send, args=("/v1/chat/completions", body)),
+        threading.Thread(target=fresh_server.send, args=("/admin/load", {"model": two})),
     ]
     threads[0].start()
     assert steps.wait(30)
     threads[1].start()
-    while (change := client.send("/admin/models")[1]["change"]) is None:
+    while (change := fresh_server.send("/admin/models")[1]["change"]) is None:
         threading.Event().wait(0.01)
     goes_on.set()
     for thread in threads:
@@ -245,7 +311,9 @@ def test_draining_is_told(client: Client, models: list[Path], monkeypatch: pytes
     assert change == {"load": "1", "unload": "0", "stage": "draining"}
 
 
-def test_other_models_go_on_while_weights_are_read(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_go_on_while_weights_are_read(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The weights of the second never end before the first has answered."""
     answered = threading.Event()
     read = BlockpoolModelProvider.read
@@ -255,13 +323,14 @@ def test_other_models_go_on_while_weights_are_read(models: list[Path], monkeypat
             yield 0
         yield from read(self, piece_bytes)
 
-    with blockpool_server(models[0], "--allow-models", str(models[1]), "--max-models", "2", *POOL) as client:
+    with blockpool_server(
+        models[0], "--allow-models", str(models[1]), "--max-models", "2", *POOL
+    ) as client:
         client.chat(HELLO, max_tokens=2)
         monkeypatch.setattr(BlockpoolModelProvider, "read", reading)
         second = threading.Thread(target=ask, args=(client, models[1]))
         second.start()
-        while client.send("/admin/models")[1]["change"] is None:
-            threading.Event().wait(0.01)
+        until(lambda: client.send("/admin/models")[1]["change"] is not None)
         assert client.chat(HELLO, max_tokens=20)["choices"]
         answered.set()
         second.join()

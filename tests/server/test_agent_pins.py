@@ -1,4 +1,6 @@
-"""What agents are pinned with leaves room for requests, in models with blocks, with states, and with both."""
+"""What agents are pinned with leaves room for requests, in models with blocks, with states, and
+with both.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import pytest
 from prefix.lives import STATED as SPECS
 from prefix.lives import Life
 
-from mlx_blockpool.server.agents.served import ServedAgents
-from mlx_blockpool.tier.path_acts import PathActs
+from mlx_blockpool.server.served_agents import ServedAgents
+from mlx_blockpool.tier.path_facts import PathFacts
 
 PROMPTS = [list(range(100 * n, 100 * n + 40)) for n in range(1, 13)]
 
@@ -15,7 +17,7 @@ PROMPTS = [list(range(100 * n, 100 * n + 40)) for n in range(1, 13)]
 def pinned(life: Life) -> tuple[ServedAgents, list[bool]]:
     """All prompts are answered and pinned, each under a name of its own, as far as they may be."""
     agents = ServedAgents("m", None)
-    agents.attend(PathActs(life.prefix))
+    agents.attend(PathFacts(life.prefix))
     for n, prompt in enumerate(PROMPTS):
         life.answer(prompt)
         agents.pin(f"agent {n}", life.prefix.index.trie.match(prompt).detached())
@@ -37,7 +39,9 @@ def test_pinned_agents_leave_half_of_the_states_to_requests(name: str) -> None:
 
 
 def test_a_refused_pin_holds_once_another_has_gone() -> None:
-    life = Life(SPECS["states alone"], state_bytes=4 * SPECS["states alone"].fixed_bytes_per_agent())
+    life = Life(
+        SPECS["states alone"], state_bytes=4 * SPECS["states alone"].fixed_bytes_per_agent()
+    )
     agents, found = pinned(life)
     assert found == [True, True] + [False] * 10
     agents.unpin("agent 0")

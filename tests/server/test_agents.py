@@ -1,4 +1,6 @@
-"""Five agents with one system prompt, some turns each, at the same time: replies, reuse and memory against mlx-lm's server."""
+"""Five agents with one system prompt, some turns each, at the same time: replies, reuse and
+memory against mlx-lm's server.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from mlx_lm.utils import load_tokenizer
 from models import save_model
 from thorough import is_thorough, only
 
-from server.serving import Client, at_once, blockpool_server, stock_server
+from server.serving import Client, at_once, blockpool_server, cached_tokens, stock_server, text_of
 
 AGENTS, TURNS, REPLY = (5, 4, 20) if is_thorough() else (5, 3, 12)
 SYSTEM = "You are one of five agents that share this text. " * 12
@@ -29,9 +31,14 @@ def converse(client: Client, agent: int) -> list[dict[str, Any]]:
         messages.append({"role": "user", "content": question(agent, turn)})
         answer = client.chat(list(messages), max_tokens=REPLY)
         # mlx-lm's server leaves out a space at the very end of a reply, which mlx_lm.generate has.
-        reply = (answer["choices"][0]["message"]["content"] or "").removesuffix(" ")
-        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        turn_of = {"messages": list(messages), "reply": reply, "cached": cached, "usage": answer["usage"]}
+        reply = (text_of(answer) or "").removesuffix(" ")
+        cached = cached_tokens(answer["usage"])
+        turn_of = {
+            "messages": list(messages),
+            "reply": reply,
+            "cached": cached,
+            "usage": answer["usage"],
+        }
         turns.append({**turn_of, "finish_reason": answer["choices"][0]["finish_reason"]})
         messages.append({"role": "assistant", "content": reply})
     return turns
@@ -51,7 +58,9 @@ def test_five_agents_answer_as_stock_and_share_one_prompt(name: str, tmp_path: P
         found = at_once([lambda a=a: converse(ours, a) for a in range(AGENTS)])
         ours.settle()
         report = ours.send("/v1/cache")[1]
-    assert [[said(turn) for turn in turns] for turns in expected] == [[said(turn) for turn in turns] for turns in found]
+    assert [[said(turn) for turn in turns] for turns in expected] == [
+        [said(turn) for turn in turns] for turns in found
+    ]
 
     conversations = [[tokens_of(tokenizer, turn) for turn in turns] for turns in found]
     known = cached = 0
@@ -67,28 +76,45 @@ def test_five_agents_answer_as_stock_and_share_one_prompt(name: str, tmp_path: P
 
     full = next(g for g in report["groups"] if g["group"].startswith("full"))
     assert full["held"] == 0
-    assert full["evictable"] == len(edges(conversations)), "every distinct block of 256 tokens is in the pool once"
+    assert full["evictable"] == len(edges(conversations)), (
+        "every distinct block of 256 tokens is in the pool once"
+    )
     assert report["array_bytes"] <= report["pool_bytes"] == 60_000_000
 
 
 def tokens_of(tokenizer: Any, turn: dict[str, Any]) -> list[int]:
-    """The tokens that a turn left in the cache, as far as its text tells: mlx-lm's text lacks a reply's leading space."""
+    """The tokens that a turn left in the cache, as far as its text tells: mlx-lm's text lacks a
+    reply's leading space.
+    """
     prompt = tokenizer.apply_chat_template(turn["messages"], add_generation_prompt=True)
     reply = tokenizer.encode(turn["reply"], add_special_tokens=False)
     reply += [tokenizer.eos_token_id] if turn["finish_reason"] == "stop" else []
     assert turn["usage"]["prompt_tokens"] == len(prompt)
     complete = turn["usage"]["completion_tokens"] == len(reply)
-    return [*prompt, *reply] if complete else [*prompt, *tokenizer.encode(" " + turn["reply"], add_special_tokens=False)]
+    return (
+        [*prompt, *reply]
+        if complete
+        else [*prompt, *tokenizer.encode(" " + turn["reply"], add_special_tokens=False)]
+    )
 
 
 def common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def edges(conversations: list[list[list[int]]]) -> set[tuple[int, ...]]:
-    """The distinct beginnings that end at a block's end, and the tails that no longer one contains."""
+    """The distinct beginnings that end at a block's end, and the tails that no longer one
+    contains.
+    """
     found = set()
     for tokens in (turn for turns in conversations for turn in turns):
         found |= {tuple(tokens[:end]) for end in (*range(256, len(tokens), 256), len(tokens))}
     tails = [e for e in found if len(e) % 256]
-    return found - {tail for tail in tails for longer in found if len(longer) > len(tail) and longer[: len(tail)] == tail}
+    return found - {
+        tail
+        for tail in tails
+        for longer in found
+        if len(longer) > len(tail) and longer[: len(tail)] == tail
+    }

@@ -1,8 +1,9 @@
-"""Agents over HTTP: what is said of them is true, and whatever is done to one, replies are those of an undisturbed run."""
+"""Agents over HTTP: what is said of them is true, and whatever is done to one, replies are those
+of an undisturbed run.
+"""
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 import urllib.error
@@ -11,13 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import load_prompt_cache
 from models import save_model
 from thorough import only
 
-from server.serving import Client, blockpool_server
+from mlx_blockpool.store.agents import Agents
+from server.serving import Client, blockpool_server, cached_tokens, text_of
 
 TYPES = ["llama", "lfm2"]
 # A pool that holds few of them.
@@ -27,20 +27,28 @@ Message = dict[str, str]
 
 
 class Agent:
-    """A conversation under a name. Its turns on a server that nothing is done to are what the others are compared with."""
+    """A conversation under a name.
+
+    Its turns on a server that nothing is done to are what the others are compared with.
+    """
 
     def __init__(self, name: str, about: str) -> None:
         self.name = name
-        self.messages: list[Message] = [SYSTEM, {"role": "user", "content": f"{name} wants to know about {about}. " * 10}]
+        self.messages: list[Message] = [
+            SYSTEM,
+            {"role": "user", "content": f"{name} wants to know about {about}. " * 10},
+        ]
 
     def turn(self, client: Client, name: str | None = None) -> tuple[str, int, dict[str, Any]]:
         """The reply, how many tokens of the prompt were known, and the usage."""
-        answer = client.chat(self.messages, max_tokens=6, temperature=0.0, prompt_cache_key=name or self.name)
-        reply = answer["choices"][0]["message"]["content"]
+        answer = client.chat(
+            self.messages, max_tokens=6, temperature=0.0, prompt_cache_key=name or self.name
+        )
+        reply = text_of(answer)
         more = {"role": "user", "content": f"And then, number {len(self.messages)}?"}
         self.messages += [{"role": "assistant", "content": reply}, more]
         client.settle()
-        return reply, answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["usage"]
+        return reply, cached_tokens(answer["usage"]), answer["usage"]
 
 
 class Served:
@@ -55,7 +63,9 @@ class Served:
         return blockpool_server(self.folder, "--pool-bytes", "30MB", *options)
 
     def needed(self, name: str, about: str, turns: int) -> list[tuple[str, int]]:
-        """The first replies to an agent, and how many tokens of each prompt were known from its turns before."""
+        """The first replies to an agent, and how many tokens of each prompt were known from its
+        turns before.
+        """
         if name not in self._needed:
             with self.server() as client:
                 agent = Agent(name, about)
@@ -74,8 +84,12 @@ LLAMA = pytest.mark.parametrize("served", only(TYPES, "llama"), indirect=True)
 LFM2 = pytest.mark.parametrize("served", only(TYPES, "lfm2"), indirect=True)
 
 
-def call(client: Client, method: str, path: str, data: bytes | None = None, timeout: float = 60) -> tuple[int, bytes]:
-    request = urllib.request.Request(f"http://127.0.0.1:{client.port}/v1/agents{path}", data, method=method)
+def call(
+    client: Client, method: str, path: str, data: bytes | None = None, timeout: float = 60
+) -> tuple[int, bytes]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{client.port}/v1/agents{path}", data, method=method
+    )
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return response.status, response.read()
@@ -111,8 +125,17 @@ def test_what_is_said_of_agents(served: Served, tmp_path: Path) -> None:
             found = agents[agent.name]
             assert 0 <= usage["total_tokens"] - found["tokens"] <= 1
             assert found["tokens_in_memory"] == found["resumes_from_memory"] == found["tokens"]
-            assert (found["loaded"], found["pinned"], found["running"], found["waiting"]) == (True, False, 0, 0)
-            assert found["created"] <= found["used"] <= time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            assert (found["loaded"], found["pinned"], found["running"], found["waiting"]) == (
+                True,
+                False,
+                0,
+                0,
+            )
+            assert (
+                found["created"]
+                <= found["used"]
+                <= time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            )
             assert min(found["memory"].values()) > 0
             assert ask(client, "GET", "/" + quote(agent.name, safe="")) == found
         missing = "There is no agent three. The agents are: one, zwei/✓. GET /v1/agents lists them."
@@ -129,7 +152,9 @@ def test_what_is_said_of_agents(served: Served, tmp_path: Path) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_deleted_agent_leaves_nothing_that_only_it_stood_on(served: Served, tmp_path: Path, stored: bool) -> None:
+def test_a_deleted_agent_leaves_nothing_that_only_it_stood_on(
+    served: Served, tmp_path: Path, stored: bool
+) -> None:
     with served.server(*(["--store-dir", str(tmp_path)] if stored else [])) as client:
         gone, stays = Agent("gone", "birds"), Agent("stays", "fish")
         needed = served.needed("stays", "fish", 2)
@@ -148,11 +173,11 @@ def test_a_deleted_agent_leaves_nothing_that_only_it_stood_on(served: Served, tm
         if stored:
             assert report["removed"]["records"] > 0
             assert report["stays"], "the system prompt is others' too"
-            assert not list(tmp_path.glob("agents/gone*"))
+            assert "gone" not in [agent.name for agent in Agents(tmp_path).all()]
         usage = client.chat(messages, max_tokens=1, prompt_cache_key="new")["usage"]
         # What all begin with is still known, and nothing of what only the deleted one said.
         known = len("system" + SYSTEM["content"] + "user" + "gone wants") + 40
-        assert usage["prompt_tokens_details"]["cached_tokens"] <= known < len(prompt) + known
+        assert cached_tokens(usage) <= known < len(prompt) + known
         replies.append(stays.turn(client)[:2])
         assert replies == needed
 
@@ -169,11 +194,12 @@ def test_nothing_is_deleted_while_it_runs(served: Served) -> None:
             "prompt_cache_key": "busy",
             "logit_bias": {"95": -100},
         }
-        request = urllib.request.Request(f"http://127.0.0.1:{client.port}/v1/chat/completions", json.dumps(body).encode())
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{client.port}/v1/chat/completions", json.dumps(body).encode()
+        )
         with urllib.request.urlopen(request, timeout=60) as response:
             response.readline()
             assert "1 running" in ask(client, "DELETE", "/busy", status=409)["error"]
-            assert "1 running" in ask(client, "POST", "/busy/rename", {"to": "idle"}, status=409)["error"]
             assert listed(client)["busy"]["running"] == 1
         client.settle()
         assert ask(client, "DELETE", "/busy")["clean"]
@@ -182,7 +208,11 @@ def test_nothing_is_deleted_while_it_runs(served: Served) -> None:
 @LFM2
 def test_a_pin_outlives_the_pressure_of_others_and_follows(served: Served, tmp_path: Path) -> None:
     needed = served.needed("kept", "birds", 3)
-    options = ["--pool-bytes", SMALL[served.name], *(["--store-dir", str(tmp_path)] if served.name == "llama" else [])]
+    options = [
+        "--pool-bytes",
+        SMALL[served.name],
+        *(["--store-dir", str(tmp_path)] if served.name == "llama" else []),
+    ]
     with served.server(*options) as client:
         kept, loose = Agent("kept", "birds"), Agent("loose", "fish")
         replies = [kept.turn(client)[:2]]
@@ -201,7 +231,9 @@ def test_a_pin_outlives_the_pressure_of_others_and_follows(served: Served, tmp_p
 
 
 @LFM2
-def test_a_pin_on_disk_is_one_in_memory_again_once_it_is_restored(served: Served, tmp_path: Path) -> None:
+def test_a_pin_on_disk_is_one_in_memory_again_once_it_is_restored(
+    served: Served, tmp_path: Path
+) -> None:
     stored = ("--store-dir", str(tmp_path), "--pool-bytes", SMALL[served.name])
     with served.server(*stored) as client:
         Agent("kept", "birds").turn(client)
@@ -251,89 +283,54 @@ def test_what_cannot_be_saved_says_why(served: Served, tmp_path: Path) -> None:
 
 
 @LFM2
-def test_fork_and_rename(served: Served, tmp_path: Path) -> None:
-    with served.server(*(["--store-dir", str(tmp_path)] if served.name == "lfm2" else [])) as client:
+def test_fork(served: Served, tmp_path: Path) -> None:
+    with served.server(
+        *(["--store-dir", str(tmp_path)] if served.name == "lfm2" else [])
+    ) as client:
         agent = Agent("one", "birds")
         agent.turn(client)
         tokens = listed(client)["one"]["tokens"]
         assert ask(client, "POST", "/one/fork", {"to": "two"})["tokens"] == tokens
-        assert ask(client, "POST", "/one/rename", {"to": "eins/1"})["was"] == "one"
-        assert {name: found["tokens"] for name, found in listed(client).items()} == {"eins/1": tokens, "two": tokens}
-        assert "already" in ask(client, "POST", "/two/rename", {"to": "eins/1"}, status=409)["error"]
+        assert ask(client, "POST", "/two/fork", {"to": "zwei/2"})["of"] == "two"
+        assert {name: found["tokens"] for name, found in listed(client).items()} == dict.fromkeys(
+            ("one", "two", "zwei/2"), tokens
+        )
+        assert ask(client, "DELETE", "/zwei%2F2")["memory"]["blocks"] == 0
+        assert "already" in ask(client, "POST", "/two/fork", {"to": "one"}, status=409)["error"]
         assert '"to"' in ask(client, "POST", "/two/fork", {}, status=400)["error"]
-        assert "Choose another" in ask(client, "POST", "/two/fork", {"to": "content-" + "0" * 32}, status=400)["error"]
+        assert (
+            "Choose another"
+            in ask(client, "POST", "/two/fork", {"to": "content-" + "0" * 32}, status=400)["error"]
+        )
         assert agent.turn(client, "two")[:2] == served.needed("one", "birds", 2)[1]
-        assert {name: found["tokens"] > tokens for name, found in listed(client).items()} == {"eins/1": False, "two": True}
+        assert {name: found["tokens"] > tokens for name, found in listed(client).items()} == {
+            "one": False,
+            "two": True,
+        }
         # The one's path is a beginning of the other's: nothing goes with it.
-        report = ask(client, "DELETE", "/eins%2F1")
+        report = ask(client, "DELETE", "/one")
         assert (report["memory"]["blocks"], report["clean"]) == (0, True)
         assert listed(client)["two"]["tokens_in_memory"] == listed(client)["two"]["tokens"]
 
 
-@LFM2
-def test_export_and_import(served: Served, tmp_path: Path) -> None:
-    needed = served.needed("one", "birds", 3)
-    agent, file = Agent("one", "birds"), tmp_path / "one.safetensors"
-    with served.server() as client:
-        replies = [agent.turn(client)[:2], agent.turn(client)[:2]]
-        status, data = call(client, "GET", "/one/export")
-        assert status == 200
-        file.write_bytes(data)
-        tokens = listed(client)["one"]["tokens"]
-        client.settle()
-    caches, metadata = load_prompt_cache(str(file), return_metadata=True)
-    assert len(metadata["tokens"].split(",")) == tokens
-    assert {cache.offset for cache in caches if hasattr(cache, "offset")} == {tokens}
-    mx.eval([cache.state for cache in caches])
-    with served.server() as client:
-        report = json.loads(call(client, "POST", "/eins/import", data)[1])
-        assert (report["tokens"], report["resumes_from_memory"]) == (tokens, tokens)
-        assert [*replies, agent.turn(client, "eins")[:2]] == needed
-        for bad in (b"", b"no file", data[:2000], data[:-20]):
-            status, answer = call(client, "POST", "/bad/import", bad)
-            assert (status, "error" in json.loads(answer)) == (400, True), answer
-        other = data.replace(metadata["weights"].encode(), b"0" * len(metadata["weights"]))
-        huge = b'{"__metadata__":{"0.x":"1","1.0":"KVCache","2_000_000_000":""}}'
-        assert b"2_000_000_000" in call(client, "POST", "/bad/import", len(huge).to_bytes(8, "little") + huge)[1]
-        assert b"other weights" in call(client, "POST", "/bad/import", other)[1]
-        assert listed(client).keys() == {"eins"}
-        client.settle()
-
-
-@pytest.mark.thorough
-def test_export_and_import_in_8_bits(tmp_path: Path) -> None:
-    served = Served(save_model(tmp_path / "llama", "llama", head_dim=64), "llama")
-    agent = Agent("one", "birds")
-    with served.server("--kv-bits", "8") as client:
-        agent.turn(client)
-        status, data = call(client, "GET", "/one/export")
-        assert status == 200
-        messages, tokens = [*agent.messages], listed(client)["one"]["tokens"]
-        needed = agent.turn(client)[:2]
-        assert ask(client, "DELETE", "/one")["clean"]
-        assert json.loads(call(client, "POST", "/eins/import", data)[1])["resumes_from_memory"] == tokens
-        agent.messages = messages
-        assert agent.turn(client, "eins")[:2] == needed
-        client.settle()
-    (tmp_path / "one.safetensors").write_bytes(data)
-    caches = load_prompt_cache(str(tmp_path / "one.safetensors"))
-    assert {(type(cache).__name__, cache.offset) for cache in caches} == {("QuantizedKVCache", tokens)}
-    with served.server() as client:
-        status, answer = call(client, "POST", "/eins/import", data)
-        assert (status, json.loads(answer)["error"]) == (409, "The file has 8-bit keys and values. Give --kv-bits 8.")
-        client.settle()
-
-
 @LLAMA
-def test_a_file_larger_than_the_pool_is_not_taken(served: Served) -> None:
-    with served.server() as client:
-        connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
-        connection.putrequest("POST", "/v1/agents/big/import")
-        connection.putheader("Content-Length", str(10**12))
-        connection.endheaders(b"only the beginning of it")
-        answer = connection.getresponse()
-        assert (answer.status, "--pool-bytes" in json.loads(answer.read())["error"]) == (413, True)
-        connection.close()
+def test_answers_name_no_folder(served: Served, tmp_path: Path) -> None:
+    folders = (
+        str(tmp_path).encode(),
+        str(served.folder).encode(),
+        str(Path.home()).encode() + b"/",
+    )
+    with served.server("--store-dir", str(tmp_path)) as client:
+        Agent("one", "birds").turn(client)
+        answers = [
+            call(client, "GET", "")[1],
+            call(client, "GET", "/one")[1],
+            call(client, "DELETE", "/one")[1],
+        ]
+        answers.append(json.dumps(client.send("/v1/cache")).encode())
+        for answer in answers:
+            assert not [folder for folder in folders if folder in answer]
+        client.settle()
 
 
 @LLAMA
@@ -341,13 +338,19 @@ def test_they_are_reached_while_replies_run(served: Served, tmp_path: Path) -> N
     with served.server("--store-dir", str(tmp_path)) as client:
         agent, other = Agent("one", "birds"), Agent("long", "fish")
         agent.turn(client)
-        body = {"messages": other.messages, "max_tokens": 3000, "stream": True, "prompt_cache_key": "long"}
-        request = urllib.request.Request(f"http://127.0.0.1:{client.port}/v1/chat/completions", json.dumps(body).encode())
+        body = {
+            "messages": other.messages,
+            "max_tokens": 3000,
+            "stream": True,
+            "prompt_cache_key": "long",
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{client.port}/v1/chat/completions", json.dumps(body).encode()
+        )
         with urllib.request.urlopen(request, timeout=60) as response:
             response.readline()
             ask(client, "POST", "/one/save", {})
             ask(client, "POST", "/one/restore", {})
-            assert call(client, "GET", "/one/export")[0] == 200
             assert ask(client, "DELETE", "/one")["clean"]
         client.settle()
 
@@ -360,7 +363,11 @@ def test_agents_of_a_model_that_is_not_loaded(served: Served, tmp_path: Path) ->
         tokens = listed(client)["one"]["tokens"]
     with blockpool_server(another, "--pool-bytes", "30MB", "--store-dir", str(store)) as client:
         found = listed(client)["one"]
-        assert (found["loaded"], found["tokens_in_memory"], found["tokens_on_disk"]) == (False, 0, tokens)
+        assert (found["loaded"], found["tokens_in_memory"], found["tokens_on_disk"]) == (
+            False,
+            0,
+            tokens,
+        )
         assert found["disk"]["own_bytes"] > 0
         assert "loaded" in ask(client, "POST", "/one/restore", {}, status=409)["error"]
         assert ask(client, "POST", "/one/pin", {})["pinned_on_disk"]

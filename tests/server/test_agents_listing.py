@@ -1,28 +1,29 @@
-"""GET /v1/agents and `store agents` cost what there is: each file is read once, and nobody is compared with everybody."""
+"""GET /v1/agents and `store agents` read each file once, decode each agent once, and compare
+nobody with everybody.
+"""
 
 from __future__ import annotations
 
-import os
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from models import save_model
-from store.chains import hashes_of, keep, note
+from store.chains import keep, note
 from store.disks import QuickDisk
-from store.stores import NAMESPACE
 
-from mlx_blockpool.hashing import encode, prefix_hash
+from mlx_blockpool.prefix.sharing import SharedPaths
 from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie
-from mlx_blockpool.prefix.uncache import SharedPaths
-from mlx_blockpool.store import agent_records
-from mlx_blockpool.store.agent_files import Agents
-from mlx_blockpool.store.agent_records import AgentRecords, Sharing
+from mlx_blockpool.server.served_agents import ServedAgents
+from mlx_blockpool.store import agents as agents_module
+from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.db import Database
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.fsck import judge
+from mlx_blockpool.store.hashing import encode
 from mlx_blockpool.store.scan import Listing
+from mlx_blockpool.tier.agent_records import AgentRecords, StoredPaths
 from server.serving import blockpool_server
 
 SYSTEM = list(range(512))
@@ -45,38 +46,41 @@ def conversation(number: int) -> list[int]:
 
 
 def note_all(root: Path, count: int) -> None:
-    """Agents that were noted long ago."""
     for number in range(count):
         note(root, f"agent {number}", conversation(number))
-    for file in (root / "agents").iterdir():
-        os.utime(file, (moment := time.time() - 100, moment))
 
 
-def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
+def test_an_agent_that_has_not_changed_is_not_decoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     note_all(tmp_path / "store", 30)
+    calls = counted(monkeypatch, [agents_module], "_agent")
     model = save_model(tmp_path / "model", "llama")
-    with blockpool_server(model, "--store-dir", str(tmp_path / "store"), "--pool-bytes", "20MB") as client:
-        client.generator.agent_files = Agents(tmp_path / "store", disk := CountingDisk())
+    with blockpool_server(
+        model, "--store-dir", str(tmp_path / "store"), "--pool-bytes", "20MB"
+    ) as client:
+        client.generator.agent_files = Agents(tmp_path / "store")
+        # The loaded model reads its own agents now and then.
+        monkeypatch.setattr(ServedAgents, "_look", lambda _: None)
 
         def reads() -> int:
-            before = disk.reads.total()
+            before = calls.total()
             assert len(client.send("/v1/agents")[1]["agents"]) >= 30
-            return disk.reads.total() - before
+            return calls.total() - before
 
         assert [reads(), reads(), reads()] == [30, 0, 0]
-        client.chat([{"role": "user", "content": "Hello"}], max_tokens=2, prompt_cache_key="agent 3")
-        client.settle()
-        assert reads() == 1
-        assert client.send("/v1/agents/agent%203")[0] == 200
-        assert client.send("/v1/agents/agent%203/pin", {})[0] == 200
+        Agents(tmp_path / "store").pin("agent 3")
+        before = calls.total()
+        assert client.send("/v1/agents/agent%203")[1]["pinned"]
+        assert calls.total() - before == 1
 
 
 def test_a_command_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path, *(conversation(number) for number in range(12)))
     note_all(tmp_path, 12)
     # Without notes, so that every header is read.
-    for notes in tmp_path.rglob("headers"):
-        notes.unlink()
+    with Database(tmp_path).transaction() as connection:
+        connection.execute("DELETE FROM headers")
     disk, read = CountingDisk(), Disk.read
 
     def counting(self: Disk, path: Path, *args: int) -> bytes:
@@ -85,10 +89,7 @@ def test_a_command_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Disk, "read", counting)
     assert len(AgentRecords(tmp_path).listing()["agents"]) == 12
-    agents = {name: count for name, count in disk.reads.items() if name.startswith("agent")}
     records = {name: count for name, count in disk.reads.items() if name.endswith(".safetensors")}
-    assert set(agents.values()) == {1}
-    assert len(agents) == 12
     # Their headers, and the tokens of those whose beginnings other records may hold.
     assert len(records) == 2 + 12
     assert set(records.values()) <= {1, 2}
@@ -109,7 +110,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, modules: list[object], name: str) -
 
 
 def hashed(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
-    """How many hashes are made to find `count` paths in a trie, and what each of them shares with the others."""
+    """How many hashes are made to find `count` paths in a trie, and what each of them shares
+    with the others.
+    """
     known = Trie("n")
     paths = []
     for number in range(count):
@@ -120,7 +123,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
         paths.append(PrefixRef(tuple(n.hash for n in node.path()), len(tokens)))
     with monkeypatch.context() as patch:
         calls = counted(patch, [Node], "hash_at")
-        shared = SharedPaths(paths)
+        shared = SharedPaths({str(number): path for number, path in enumerate(paths)})
         for path in paths:
             match = known.find(path)
             assert match.tokens == path.tokens
@@ -135,9 +138,15 @@ def test_paths_are_found_and_compared_in_linear_time(monkeypatch: pytest.MonkeyP
 
 
 def test_paths_are_compared_as_one_by_one(tmp_path: Path) -> None:
-    """An end that is the beginning of another's block is stood on, also where a longer one has taken its place."""
+    """An end that is the beginning of another's block is stood on, also where a longer one has
+    taken its place.
+    """
     known = Trie("n")
-    longer, shorter, apart = [*SYSTEM, *range(1000, 1100)], [*SYSTEM, *range(1000, 1040)], [*SYSTEM, *range(1000, 1039), 7]
+    longer, shorter, apart = (
+        [*SYSTEM, *range(1000, 1100)],
+        [*SYSTEM, *range(1000, 1040)],
+        [*SYSTEM, *range(1000, 1039), 7],
+    )
 
     def path(tokens: list[int]) -> PrefixRef:
         node = known.root
@@ -149,39 +158,32 @@ def test_paths_are_compared_as_one_by_one(tmp_path: Path) -> None:
         return PrefixRef(tuple(hashes), len(tokens))
 
     paths = [path(shorter), path(longer), path(apart), path(SYSTEM)]
-    shared = SharedPaths(paths)
+    shared = SharedPaths(dict(zip("abcd", paths, strict=True)))
     found = [known.find(each) for each in paths]
     assert [match.tokens for match in found] == [552, 612, 552, 512]
-    assert [shared.num_shared(match.path, each) for match, each in zip(found, paths, strict=True)] == [3, 3, 2, 2]
-    assert SharedPaths([paths[1]]).num_shared(found[1].path, paths[1]) == 0
-    assert SharedPaths([paths[1]] * 2).num_shared(found[1].path, paths[1]) == 3
+    assert [
+        shared.num_shared(match.path, each) for match, each in zip(found, paths, strict=True)
+    ] == [3, 3, 2, 2]
+    assert SharedPaths({"a": paths[1]}).num_shared(found[1].path, paths[1]) == 0
+    assert SharedPaths({"a": paths[1], "b": paths[1]}).num_shared(found[1].path, paths[1]) == 3
 
 
 def named(root: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many hashes `store agents` makes for so many agents, the ends of half of which have gone."""
+    """How many hashes `store agents` makes for so many agents."""
     keep(root, *(conversation(number) for number in range(count)))
     note_all(root, count)
-    for number in range(0, count, 2):
-        # A longer one that begins with it has taken its place.
-        (root / "agents" / f"agent-{number}").unlink(missing_ok=True)
-        tokens = conversation(number)
-        Agents(root, QuickDisk()).note(f"agent {number}", NAMESPACE, "tiny", hashes_of(tokens[:-5]), len(tokens) - 5)
-    calls: Counter[str] = Counter()
-
-    def counting(parent: bytes, tokens: tuple[int, ...]) -> bytes:
-        calls["prefix_hash"] += 1
-        return prefix_hash(parent, tokens)
-
     judged = list(judge(Listing(root).records))
     agents = Agents(root).all()
-    monkeypatch.setattr(agent_records, "prefix_hash", counting)
-    found = Sharing(judged, agents)
+    calls = counted(monkeypatch, [Node], "hash_at")
+    found = StoredPaths(judged, agents)
     for agent in agents:
         assert found.tokens_on_disk(agent) == agent.tokens
-        assert len(found.share(agent).own) == agent.name.endswith(("1", "3", "5", "7", "9"))
-    return calls["prefix_hash"]
+        assert len(found.share(agent).own) == 1
+    return calls["hash_at"]
 
 
-def test_who_stands_on_which_records_is_found_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_stands_on_which_records_is_found_in_linear_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few, many = named(tmp_path / "few", 40, monkeypatch), named(tmp_path / "many", 80, monkeypatch)
     assert many <= 2.1 * few

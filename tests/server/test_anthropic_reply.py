@@ -1,4 +1,6 @@
-"""Reading of replies and the blocks that they become: stop words across tokens, held back text, calls, space, usage."""
+"""Reading of replies and the blocks that they become: stop words across tokens, held back text,
+calls, space, usage.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,23 @@ from hypothesis import strategies as st
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools, pythonic
 
-from mlx_blockpool.server.api.anthropic_reply import ContentBlocks, input_usage
-from mlx_blockpool.server.api.reply import BlockEnd, Blocks, Call, Done, ReplyParser, Silence, Text, Thinking
+from mlx_blockpool.server.api.anthropic import MessageRenderer, input_usage
+from mlx_blockpool.server.api.reply import (
+    CALLS,
+    END_OF_TURN,
+    MAX_TOKENS,
+    OUT_OF_CONTEXT,
+    STOP_WORD,
+    BlockEnd,
+    Call,
+    ReplyBlocks,
+    ReplyParser,
+    Silence,
+    Text,
+    Thinking,
+)
 from mlx_blockpool.server.prompts.job import PreparedPrompt
-from mlx_blockpool.server.request import ChatRequest
+from mlx_blockpool.server.request import ChatRequest, ParsedRequest
 
 START, END = "<tool_call>", "</tool_call>"
 EDGES = {
@@ -28,24 +43,39 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
-def reading(words: list[str] | None = None, stops: dict[tuple[int, ...], str] | None = None, **options: Any) -> ReplyParser:
+def reading(words: list[str] | None = None, **options: Any) -> ReplyParser:
     """Of a reply to a request with one tool."""
     context = Namespace(
         text_sm=TextStateMachine(EDGES),
         initial_state=options.pop("state", "normal"),
         tool_parser=options.pop("parser", json_tools.parse_tool_call),
     )
-    prepared = PreparedPrompt(stops=list((stops or {}).items()), call=(START, END))
-    request = ChatRequest("chat", "", [], options.pop("tools", TOOLS), None, prepared=prepared, calls=options.pop("calls", "may"))
-    return ReplyParser(context, request, words or [], **options)
+    prepared = PreparedPrompt(call=(START, END))
+    request = ChatRequest(
+        "chat",
+        "",
+        [],
+        options.pop("tools", TOOLS),
+        None,
+        prepared=prepared,
+        calls=options.pop("calls", "may"),
+    )
+    # No stop word is found by its tokens here.
+    request.tokenizer = Namespace(encode=lambda *_, **__: [-1])
+    arguments: Any = Namespace(stop_words=words or [], max_tokens=options.pop("max_tokens", 1))
+    return ReplyParser(
+        ParsedRequest(request, arguments, None, options.pop("one_call", False)), context
+    )
 
 
-def responses(texts: list[str], reason: str = "stop", tokens: list[int] | None = None) -> list[Any]:
-    """mlx-lm's responses; the token that stops a reply adds no text."""
+def responses(texts: list[str], reason: str = "stop") -> list[Any]:
+    """mlx-lm's responses; the token that ends a turn adds no text."""
     given = [*texts, ""] if reason == "stop" else texts
-    ids = tokens or list(range(len(given)))
     reasons = [None] * (len(given) - 1) + [reason]
-    return [Namespace(text=text, token=token, finish_reason=r) for text, token, r in zip(given, ids, reasons, strict=True)]
+    return [
+        Namespace(text=text, token=i, finish_reason=r)
+        for i, (text, r) in enumerate(zip(given, reasons, strict=True))
+    ]
 
 
 def events_of(parser: ReplyParser, given: list[Any]) -> list[Any]:
@@ -53,9 +83,12 @@ def events_of(parser: ReplyParser, given: list[Any]) -> list[Any]:
     return [*(event for response in given for event in parser.add(response)), *parser.end()]
 
 
-def read(parser: ReplyParser, texts: list[str], reason: str = "stop", tokens: list[int] | None = None) -> list[Any]:
+def read(parser: ReplyParser, texts: list[str], reason: str = "stop") -> list[Any]:
     """The pieces, those of one kind in one."""
-    pieces = [p for p in parser.parse(responses(texts, reason, tokens)) if not isinstance(p, Silence)]
+    pieces: list[Any] = []
+    for response in responses(texts, reason):
+        if parser.reason is None:
+            pieces += parser.parse(response)
     joined: list[Any] = []
     for kind, group in itertools.groupby(pieces, type):
         same = list(group)
@@ -63,35 +96,38 @@ def read(parser: ReplyParser, texts: list[str], reason: str = "stop", tokens: li
     return joined
 
 
-# -- stop words --------------------------------------------------------------------------------------------------------
+# -- stop words ------------------------------------------------------------------------------------
 
 
 def test_a_stop_word_ends_a_reply_however_it_was_tokenized() -> None:
     own = reading(["END", "no"])
     assert read(own, ["One E", "N", "D two", " three"]) == [Text("One ")]
-    assert (own.finish, own.stop_word, len(own.tokens)) == ("stop", "END", 3)
+    assert (own.reason, own.stop_word, len(own.tokens)) == (STOP_WORD, "END", 3)
 
 
 def test_a_stop_word_that_the_engine_has_found_by_its_tokens() -> None:
-    own = reading(["END"], {(7, 8, 9): "END"})
-    assert read(own, ["aEE", "N"], tokens=[7, 8, 9]) == [Text("aE")]
-    assert (own.finish, own.stop_word) == ("stop", "END")
+    own, found = reading(["END"]), responses(["aEE", "N", "D"], "length")
+    found[-1].finish_reason = "stop"
+    assert [piece for response in found for piece in own.parse(response)] == [Text("a"), Text("E")]
+    assert (own.reason, own.stop_word) == (STOP_WORD, "END")
 
 
 def test_what_was_held_back_for_a_stop_word_is_told_at_the_end() -> None:
-    for reason in ("stop", "length"):
-        own = reading(["END"], {(1, 2, 3): "END"})
+    for reason, expected in (("stop", END_OF_TURN), ("length", MAX_TOKENS)):
+        own = reading(["END"])
         assert read(own, ["One E", "N"], reason) == [Text("One EN")]
-        assert (own.finish, own.stop_word) == (reason, None)
+        assert (own.reason, own.stop_word) == (expected, None)
 
 
 def test_what_was_held_back_for_a_marker_is_told_at_the_end() -> None:
     assert read(reading(), ["a <", "tool"]) == [Text("a <tool")]
-    assert read(reading(["x"], {(2,): "x"}), ["a ", "<"]) == [Text("a <")]
+    assert read(reading(["x"]), ["a ", "<"]) == [Text("a <")]
 
 
 @given(
-    st.text("abE<", max_size=30), st.integers(1, 5), st.lists(st.text("abE<", min_size=1, max_size=4), max_size=3, unique=True)
+    st.text("abE<", max_size=30),
+    st.integers(1, 5),
+    st.lists(st.text("abE<", min_size=1, max_size=4), max_size=3, unique=True),
 )
 def test_a_reply_is_told_up_to_the_first_stop_word(text: str, size: int, words: list[str]) -> None:
     own = reading(words)
@@ -105,14 +141,18 @@ def test_a_reply_is_told_up_to_the_first_stop_word(text: str, size: int, words: 
     assert "".join(piece.text for piece in told) == expected
 
 
-# -- calls and thinking ------------------------------------------------------------------------------------------------
+# -- calls and thinking ----------------------------------------------------------------------------
 
 
 def test_calls_and_thinking_in_their_order() -> None:
     own = reading()
     assert read(own, ["<thi", "nk>H", "m.", "</think>", "Ok.", ADD, "\n", ADD]) == [
-        Thinking("Hm."), Text("Ok."), Call(None, "add", {"a": 1}), Text("\n"), Call(None, "add", {"a": 1}),
-    ]  # fmt: skip
+        Thinking("Hm."),
+        Text("Ok."),
+        Call(None, "add", {"a": 1}),
+        Text("\n"),
+        Call(None, "add", {"a": 1}),
+    ]
     assert (own.num_calls, own.num_thinking) == (2, 2)
 
 
@@ -152,7 +192,7 @@ def test_arguments_in_a_string_and_ids_of_the_model() -> None:
 def test_a_parser_that_gives_several_calls() -> None:
     own = reading(parser=pythonic.parse_tool_call, one_call=True)
     assert read(own, [f"{START}[add(a=1), add(a=2)]{END}", "more"]) == [Call(None, "add", {"a": 1})]
-    assert (own.finish, own.num_calls, len(own.tokens)) == ("stop", 1, 1)
+    assert (own.reason, own.num_calls, len(own.tokens)) == (CALLS, 1, 1)
 
 
 def test_calls_that_nobody_offered_are_text() -> None:
@@ -161,21 +201,37 @@ def test_calls_that_nobody_offered_are_text() -> None:
 
 
 def test_tokens_that_show_nothing_are_silence() -> None:
-    pieces = list(reading().parse(responses([START, '{"name": "add", ', '"arguments": {}}', END])))
-    assert pieces == [Silence()] * 3 + [Call(None, "add", {}), Silence()]
+    parser = reading()
+    pieces = [
+        parser.parse(response)
+        for response in responses([START, '{"name": "add", ', '"arguments": {}}', END])
+    ]
+    assert pieces == [[], [], [], [Call(None, "add", {})], []]
 
 
-# -- blocks ------------------------------------------------------------------------------------------------------------
+# -- blocks ----------------------------------------------------------------------------------------
 
 
 def blocks(*pieces: Any) -> list[Any]:
     """What each block says, after Anthropic's rendering of the events."""
-    made, rendered = Blocks(), ContentBlocks()
-    events = [*(event for piece in pieces for event in made.add(piece)), *made.end()]
-    indices = [each["index"] for event in events for each in rendered.render(event)]  # type: ignore[arg-type]
+    made = ReplyBlocks()
+    content = rendered([*(event for piece in pieces for event in made.add(piece)), *made.end()])
+    assert made.text == "".join(b["text"] for b in content if b["type"] == "text")
+    assert made.thinking == "".join(b["thinking"] for b in content if b["type"] == "thinking")
+    return [b.get("text", b.get("thinking", b.get("name"))) for b in content]
+
+
+def rendered(events: list[Any]) -> list[Any]:
+    """The content blocks of a message."""
+    reader = reading()
+    body = Namespace(shows_thinking=True, max_tokens=1, model="m")
+    arguments: Any = Namespace(stop_words=[], max_tokens=1, logprobs=False, top_logprobs=0)
+    renderer = MessageRenderer(
+        ParsedRequest(reader._request, arguments, body, False), reader._context
+    )
+    indices = [each["index"] for event in events for each in renderer._render(event)]  # type: ignore[index]
     assert indices == sorted(indices)
-    assert made.text == "".join(b["text"] for b in rendered.content if b["type"] == "text")
-    return [b.get("text", b.get("thinking", b.get("name"))) for b in rendered.content]
+    return renderer._content
 
 
 def test_space_at_the_edges_of_blocks_is_the_templates() -> None:
@@ -191,40 +247,53 @@ def test_space_at_the_edges_of_blocks_is_the_templates() -> None:
 
 def test_the_end_of_a_block_has_all_of_it_and_says_whether_it_was_cut() -> None:
     for reason in ("stop", "length"):
-        events = events_of(reading(), responses(["<think>", "Hm", ".</think>", "Yes", "."], reason))
-        assert events == [
+        parser = reading()
+        assert events_of(parser, responses(["<think>", "Hm", ".</think>", "Yes", "."], reason)) == [
             Thinking("Hm"), Thinking("."), BlockEnd("Hm."),
             Text("Yes"), Text("."), BlockEnd("Yes.", is_cut=reason == "length"),
-            Done(reason, None, 6 if reason == "stop" else 5, 2),
         ]  # fmt: skip
+        assert (len(parser.tokens), parser.num_thinking) == (6 if reason == "stop" else 5, 2)
 
 
 def test_why_a_reply_has_ended() -> None:
-    def done(texts: list[str], reason: str = "stop", words: list[str] | None = None) -> Any:
-        *_, last = events_of(reading(words), responses(texts, reason))
-        return last
+    def reason_of(
+        texts: list[str], reason: str = "stop", words: list[str] | None = None, **options: Any
+    ) -> Any:
+        parser = reading(words, **options)
+        events_of(parser, responses(texts, reason))
+        return parser.reason
 
-    assert (done(["a"]).reason, done(["a"], "length").reason, done([ADD]).reason) == ("stop", "length", "calls")
-    assert (done([ADD, "END"], words=["END"]).reason, done(["END"], words=["END"]).stop_word) == ("stop_word", "END")
+    assert (reason_of(["a"]), reason_of(["a"], "length"), reason_of([ADD])) == (
+        END_OF_TURN,
+        MAX_TOKENS,
+        CALLS,
+    )
+    assert reason_of(["a"], "length", max_tokens=2) == OUT_OF_CONTEXT
+    assert reason_of([ADD, "END"], words=["END"]) == reason_of(["END"], words=["END"]) == STOP_WORD
 
 
 def test_silence_is_an_event_after_many_tokens_that_show_nothing() -> None:
     hidden = [START, '{"name": "add", "arguments": {"a": "', *["x"] * 62, '"}}', END]
     events = events_of(reading(), responses(hidden))
-    assert [type(event) for event in events] == [Silence, Silence, Call, Done]
+    assert [type(event) for event in events] == [Silence, Silence, Call]
 
 
 def test_calls_are_remembered_in_the_other_protocols_shape() -> None:
-    made, rendered = Blocks(), ContentBlocks()
+    made = ReplyBlocks()
     call = Call("functions.add:0", "add", {"a": "ä"})
-    assert list(made.add(call)) == [call]
-    first, *_ = rendered.render(call)
-    assert first["content_block"] == {"type": "tool_use", "id": "functions.add:0", "name": "add", "input": {}}
-    assert rendered.content == [{"type": "tool_use", "id": "functions.add:0", "name": "add", "input": {"a": "ä"}}]
-    assert made.calls == [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": '{"a": "ä"}'}}]
+    assert list(made.add(call)) == made.calls == [call]
+    assert rendered([call]) == [
+        {"type": "tool_use", "id": "functions.add:0", "name": "add", "input": {"a": "ä"}}
+    ]
+    function = {"name": "add", "arguments": '{"a": "ä"}'}
+    assert call.openai(call.id) == {
+        "id": "functions.add:0",
+        "type": "function",
+        "function": function,
+    }
 
 
-# -- usage -------------------------------------------------------------------------------------------------------------
+# -- usage -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -239,10 +308,16 @@ def test_calls_are_remembered_in_the_other_protocols_shape() -> None:
         (99, [(100, 3600)], (0, 0, 1, 99)),
     ],
 )
-def test_usage_adds_up(cached: int, marks: list[tuple[int, int]], expected: tuple[int, ...]) -> None:
+def test_usage_adds_up(
+    cached: int, marks: list[tuple[int, int]], expected: tuple[int, ...]
+) -> None:
     usage = input_usage(100, cached, marks)
     created = usage["cache_creation"]
-    found = usage["input_tokens"], created["ephemeral_5m_input_tokens"], created["ephemeral_1h_input_tokens"]
+    found = (
+        usage["input_tokens"],
+        created["ephemeral_5m_input_tokens"],
+        created["ephemeral_1h_input_tokens"],
+    )
     assert (*found, usage["cache_read_input_tokens"]) == expected
     assert usage["cache_creation_input_tokens"] == found[1] + found[2]
     assert sum(expected) == 100

@@ -1,4 +1,6 @@
-"""Several choices for one prompt: n and best_of, whole and as streams, in batches and one after the other."""
+"""Several choices for one prompt: n and best_of, whole and as streams, in batches and one after
+the other.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ import pytest
 from mlx_blockpool.server.replies import Reply
 from mlx_blockpool.server.sequential import SequentialReply
 from server.scripted import CALL, SYSTEM, Say, openai_client
-from server.serving import Client, at_once, blockpool_server, stock_server
+from server.serving import Client, at_once, blockpool_server, stock_server, until
 from server.test_openai import TOOL
+
+pytestmark = pytest.mark.server("--pool-bytes 20MB --prefill-step-size 128", model="agent")
 
 PROMPT = "Once upon a time there was a pool. " * 3
 
@@ -24,16 +28,23 @@ def said(text: str) -> list[Any]:
 
 
 def chat(gpt: openai.OpenAI, text: str, **options: Any) -> Any:
-    return gpt.chat.completions.create(**{"model": "default_model", "messages": said(text), "max_tokens": 12, **options})
+    return gpt.chat.completions.create(
+        **{"model": "default_model", "messages": said(text), "max_tokens": 12, **options}
+    )
 
 
 def complete(gpt: openai.OpenAI, **options: Any) -> Any:
-    return gpt.completions.create(**{"model": "default_model", "prompt": PROMPT, "max_tokens": 12, **options})
+    return gpt.completions.create(
+        **{"model": "default_model", "prompt": PROMPT, "max_tokens": 12, **options}
+    )
 
 
 def texts(answer: Any) -> list[str]:
     assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
-    return [choice.message.content if hasattr(choice, "message") else choice.text for choice in answer.choices]
+    return [
+        choice.message.content if hasattr(choice, "message") else choice.text
+        for choice in answer.choices
+    ]
 
 
 def streamed(chunks: Any) -> tuple[dict[int, str], dict[int, str], Any]:
@@ -47,27 +58,42 @@ def streamed(chunks: Any) -> tuple[dict[int, str], dict[int, str], Any]:
             text = choice.delta.content if hasattr(choice, "delta") else choice.text
             told[choice.index] = told.get(choice.index, "") + (text or "")
             if choice.finish_reason is not None:
-                assert reasons.setdefault(choice.index, choice.finish_reason) == choice.finish_reason
+                assert (
+                    reasons.setdefault(choice.index, choice.finish_reason) == choice.finish_reason
+                )
     return told, reasons, usage
 
 
 def computed(server: Client) -> int:
     """Tokens of prompts that were computed until now."""
-    return sum(served.engine.counts["prompt_tokens"] for served in server.generator.registry.loaded.values())
+    return sum(
+        served.engine.counts["prompt_tokens"]
+        for served in server.generator.registry.loaded.values()
+    )
 
 
-def test_greedy_choices_are_stocks_reply_and_compute_the_prompt_once(agent: Path, server: Client, gpt: openai.OpenAI) -> None:
+def test_greedy_choices_are_stocks_reply_and_compute_the_prompt_once(
+    agent: Path, server: Client, gpt: openai.OpenAI
+) -> None:
     with stock_server(agent) as running, openai_client(running) as stock:
         needed, needed_text = chat(stock, "One?"), complete(stock)
     before = computed(server)
     answer = chat(gpt, "One?", n=3)
     assert texts(answer) == texts(needed) * 3
     usage, whole = answer.usage, needed.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.prompt_tokens, 3 * whole.completion_tokens)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        whole.prompt_tokens,
+        3 * whole.completion_tokens,
+    )
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     # The last token of a prompt is the first of each decode.
-    assert computed(server) - before == usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens - 1
-    told, reasons, usage = streamed(chat(gpt, "One?", n=3, stream=True, stream_options={"include_usage": True}))
+    assert (
+        computed(server) - before
+        == usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens - 1
+    )
+    told, reasons, usage = streamed(
+        chat(gpt, "One?", n=3, stream=True, stream_options={"include_usage": True})
+    )
     assert told == dict(enumerate(texts(answer)))
     assert reasons == {i: choice.finish_reason for i, choice in enumerate(answer.choices)}
     assert (usage.completion_tokens, usage.prompt_tokens_details.cached_tokens) == (
@@ -78,7 +104,9 @@ def test_greedy_choices_are_stocks_reply_and_compute_the_prompt_once(agent: Path
     assert streamed(complete(gpt, n=2, stream=True))[0] == dict(enumerate(texts(needed_text) * 2))
 
 
-def test_choices_share_the_tokens_of_their_prompt(gpt: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_share_the_tokens_of_their_prompt(
+    gpt: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts: list[list[int]] = []
     start = Reply.start
 
@@ -98,17 +126,25 @@ def test_drawn_choices_differ_and_are_those_of_seeds_that_count_up(gpt: openai.O
     choices = texts(chat(gpt, "Two?", n=3, seed=7, **drawn))
     assert choices == [texts(chat(gpt, "Two?", seed=seed, **drawn))[0] for seed in (7, 8, 9)]
     largest = 2**64 - 1
-    assert texts(chat(gpt, "Two?", n=2, seed=largest, **drawn))[1] == texts(chat(gpt, "Two?", seed=0, **drawn))[0]
+    assert (
+        texts(chat(gpt, "Two?", n=2, seed=largest, **drawn))[1]
+        == texts(chat(gpt, "Two?", seed=0, **drawn))[0]
+    )
 
 
 def test_the_best_choices_have_the_highest_mean_logprob(gpt: openai.OpenAI) -> None:
     drawn: Any = {"temperature": 1.0, "seed": 3, "max_tokens": 6}
     every = complete(gpt, n=5, logprobs=0, **drawn)
-    means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in every.choices]
+    means = [
+        sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens)
+        for choice in every.choices
+    ]
     ranked = sorted(range(5), key=lambda index: -means[index])
     best = complete(gpt, n=2, best_of=5, **drawn)
     assert texts(best) == [texts(every)[index] for index in ranked[:2]]
-    assert best.usage.to_dict() | {"prompt_tokens_details": None} == every.usage.to_dict() | {"prompt_tokens_details": None}
+    assert best.usage.to_dict() | {"prompt_tokens_details": None} == every.usage.to_dict() | {
+        "prompt_tokens_details": None
+    }
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -142,7 +178,9 @@ def test_choices_of_one_agent_are_one_request_to_it(well: Client, gpt: openai.Op
     well.settle()
     agents = {agent["name"]: agent for agent in well.send("/v1/agents")[1]["agents"]}
     assert agents["ann"]["running"] == agents["ann"]["waiting"] == 0
-    listed = [each for each in well.send("/v1/cache/explain")[1]["requests"] if each["agent"] == "ann"]
+    listed = [
+        each for each in well.send("/v1/cache/explain")[1]["requests"] if each["agent"] == "ann"
+    ]
     assert len(listed) == 1
 
 
@@ -173,19 +211,27 @@ def test_models_without_batches_make_one_choice_after_the_other(sequential: Clie
         assert sequential.generator.model.engine is None
         assert texts(chat(gpt, "Six?", n=2)) == alone * 2
         told, reasons, _ = streamed(chat(gpt, "Six?", n=2, stream=True, temperature=1.0, seed=5))
-        assert told == dict(enumerate(texts(chat(gpt, "Six?", seed=seed, temperature=1.0))[0] for seed in (5, 6)))
+        assert told == dict(
+            enumerate(texts(chat(gpt, "Six?", seed=seed, temperature=1.0))[0] for seed in (5, 6))
+        )
         assert set(reasons) == {0, 1}
 
 
-def test_without_batches_requests_take_turns_choice_by_choice(sequential: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_batches_requests_take_turns_choice_by_choice(
+    sequential: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator, put, first = sequential.generator, SequentialReply.put, threading.Event()
     began: list[int] = []
 
     def watched(self: SequentialReply, item: Any) -> None:
         """The first choice ends when the other request has arrived."""
         first.set()
-        while not began and not any(isinstance(waiting, Reply) for waiting in list(generator.requests.queue)):
-            threading.Event().wait(0.01)
+        until(
+            lambda: (
+                began
+                or any(isinstance(waiting, Reply) for waiting in list(generator.requests.queue))
+            )
+        )
         put(self, item)
 
     def begin(self: Reply, cached: int) -> None:
@@ -200,6 +246,8 @@ def test_without_batches_requests_take_turns_choice_by_choice(sequential: Client
         first.wait()
         return sequential.chat(said("Eight?"), max_tokens=2)
 
-    answer, _ = at_once([lambda: sequential.chat(said("Seven?"), max_tokens=2, n=3, user="ann"), come_later])
+    answer, _ = at_once(
+        [lambda: sequential.chat(said("Seven?"), max_tokens=2, n=3, user="ann"), come_later]
+    )
     assert len(answer["choices"]) == 3
     assert began == [3, 1, 3, 3]

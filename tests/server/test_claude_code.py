@@ -1,4 +1,6 @@
-"""A session of Claude Code, twelve turns with sub-agents between them: what a turn reads of what the turn before it has left."""
+"""A session of Claude Code, twelve turns with sub-agents between them: what a turn reads of what
+the turn before it has left.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,19 @@ SHARES = {"llama": 0.95, "lfm2": 0.90}
 
 
 def reused(window: Window) -> list[float]:
-    """For each turn but the first, the share of the prompt of the turn before it that was read from the cache."""
-    return [min(after.read, before.prompt) / before.prompt for before, after in pairwise(window.replies)]
+    """For each turn but the first, the share of the prompt of the turn before it that was read
+    from the cache.
+    """
+    return [
+        min(after.read, before.prompt) / before.prompt for before, after in pairwise(window.replies)
+    ]
 
 
 # Sub-agents come before the fifth turn.
-@pytest.mark.parametrize(("name", "turns"), [("llama", 5), *(pytest.param(n, 12, marks=pytest.mark.thorough) for n in SHARES)])
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [("llama", 5), *(pytest.param(n, 12, marks=pytest.mark.thorough) for n in SHARES)],
+)
 def test_a_session_reads_what_it_has_left(name: str, turns: int, tmp_path: Path) -> None:
     model = save_agent(tmp_path / name, name=name)
     with blockpool_server(model, *POOL) as server:
@@ -43,8 +52,12 @@ def test_a_session_reads_what_it_has_left(name: str, turns: int, tmp_path: Path)
 
 
 @pytest.mark.thorough
-def test_another_conversation_of_the_project_reads_all_that_they_have_in_common(tmp_path: Path) -> None:
-    """Their billing lines differ, and stand before everything: it is left out, unless nothing is to be."""
+def test_another_conversation_of_the_project_reads_all_that_they_have_in_common(
+    tmp_path: Path,
+) -> None:
+    """Their billing lines differ, and stand before everything: it is left out, unless nothing is
+    to be.
+    """
     model = save_agent(tmp_path / "llama")
     reads = {}
     for options in ((), ("--normalise", "none")):
@@ -63,5 +76,10 @@ def test_another_conversation_of_the_project_reads_all_that_they_have_in_common(
     assert reads[()].read > common
     told_line, differs = told["difference"]["line"], BILLING.index("{")
     assert reads[("--normalise", "none")].read <= differs + len("<|im_start|>system\n")
-    assert (told_line[:differs], told["difference"]["normaliser"]) == (BILLING[:differs], "vendor-header")
-    assert told["why"].endswith("the model's template has the tools after it, which are computed again with it")
+    assert (told_line[:differs], told["difference"]["normaliser"]) == (
+        BILLING[:differs],
+        "vendor-header",
+    )
+    assert told["why"].endswith(
+        "the model's template has the tools after it, which are computed again with it"
+    )

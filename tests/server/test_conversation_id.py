@@ -1,24 +1,25 @@
-"""Who gives no name is known again by how a conversation begins: over turns, over a restart, in both protocols."""
+"""Who gives no name is known again by how a conversation begins: over turns, over a restart, in
+both protocols.
+"""
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from models import save_model
 
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.server import options
-from mlx_blockpool.server.agents.conversation_id import conversation_id
+from mlx_blockpool.server.conversation_id import conversation_id
 from mlx_blockpool.server.normalise import Normalisers
-from mlx_blockpool.store.agent_files import Agents
-from server.serving import Client, at_once, blockpool_server
+from mlx_blockpool.store.agents import Agents
+from server.serving import Client, at_once, blockpool_server, cached_tokens, until
+
+pytestmark = pytest.mark.server("--pool-bytes 20MB", model="llama")
 
 SYSTEM = {"role": "system", "content": "You help with all sorts of things. " * 6}
 HELLO = {"role": "user", "content": "Tell me about birds."}
@@ -30,34 +31,25 @@ def normalisers() -> Normalisers:
     return Normalisers(make_plugin_manager())
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "llama")
-
-
-@pytest.fixture(scope="module")
-def client(model: Path) -> Iterator[Client]:
-    with blockpool_server(model, "--pool-bytes", "20MB") as running:
-        yield running
-
-
-def found(client: Client) -> dict[str, dict[str, Any]]:
-    agents = client.send("/v1/agents")[1]["agents"]
+def found(server: Client) -> dict[str, dict[str, Any]]:
+    agents = server.send("/v1/agents")[1]["agents"]
     return {agent["name"]: agent for agent in agents if agent["by"] == "content"}
 
 
-def chat(client: Client, *messages: dict[str, Any], **options: Any) -> str:
+def chat(server: Client, *messages: dict[str, Any], **options: Any) -> str:
     """The name that the turn is noted under, which was used last."""
-    before = {name: agent["tokens"] for name, agent in found(client).items()}
-    client.chat(list(messages), max_tokens=2, **options)
-    client.settle()
-    changed = [name for name, agent in found(client).items() if before.get(name) != agent["tokens"]]
+    before = {name: agent["tokens"] for name, agent in found(server).items()}
+    server.chat(list(messages), max_tokens=2, **options)
+    server.settle()
+    changed = [name for name, agent in found(server).items() if before.get(name) != agent["tokens"]]
     assert len(changed) == 1, changed
     return changed[0]
 
 
 @pytest.mark.parametrize("pad", [0, 1 << 17])
-def test_a_long_message_counts_to_its_end_and_not_for_its_volatile_beginning(pad: int, normalisers: Normalisers) -> None:
+def test_a_long_message_counts_to_its_end_and_not_for_its_volatile_beginning(
+    pad: int, normalisers: Normalisers
+) -> None:
     def name(header: str, end: str) -> str:
         text = f"x-anthropic-billing-header: {header}\n{'word ' * pad}{end}"
         return conversation_id(MODEL, [{"role": "system", "content": text}, HELLO], normalisers)
@@ -66,41 +58,52 @@ def test_a_long_message_counts_to_its_end_and_not_for_its_volatile_beginning(pad
     assert name("one", "birds") != name("one", "fish")
 
 
-def test_turns_of_one_conversation_are_one_agent(client: Client) -> None:
-    first = chat(client, SYSTEM, HELLO)
-    reply, more = {"role": "assistant", "content": "They fly."}, {"role": "user", "content": "All of them?"}
-    assert chat(client, SYSTEM, HELLO, reply, more) == first
+def test_turns_of_one_conversation_are_one_agent(server: Client) -> None:
+    first = chat(server, SYSTEM, HELLO)
+    reply, more = (
+        {"role": "assistant", "content": "They fly."},
+        {"role": "user", "content": "All of them?"},
+    )
+    assert chat(server, SYSTEM, HELLO, reply, more) == first
     edited = {"role": "user", "content": "And what do they eat?"}
-    assert chat(client, SYSTEM, HELLO, reply, edited, reply, more) == first
-    agent = found(client)[first]
+    assert chat(server, SYSTEM, HELLO, reply, edited, reply, more) == first
+    agent = found(server)[first]
     assert (agent["tokens_in_memory"], agent["running"]) == (agent["tokens"], 0)
     others = [
-        chat(client, SYSTEM, {"role": "user", "content": "Tell me about fish."}),
-        chat(client, {"role": "system", "content": "A sub-agent."}, HELLO),
-        chat(client, HELLO),
+        chat(server, SYSTEM, {"role": "user", "content": "Tell me about fish."}),
+        chat(server, {"role": "system", "content": "A sub-agent."}, HELLO),
+        chat(server, HELLO),
     ]
     assert len({first, *others}) == 4
-    client.chat([SYSTEM, HELLO], max_tokens=2, prompt_cache_key="named")
-    assert len(found(client)) == 4
+    server.chat([SYSTEM, HELLO], max_tokens=2, prompt_cache_key="named")
+    assert len(found(server)) == 4
 
 
-def test_both_protocols_find_the_same_agent(client: Client) -> None:
+def test_both_protocols_find_the_same_agent(server: Client) -> None:
     hello = "The same in both of them."
-    name = chat(client, SYSTEM, {"role": "user", "content": hello})
-    tokens = found(client)[name]["tokens"]
-    message = {"role": "user", "content": [{"type": "text", "text": hello, "cache_control": {"type": "ephemeral"}}]}
+    name = chat(server, SYSTEM, {"role": "user", "content": hello})
+    tokens = found(server)[name]["tokens"]
+    message = {
+        "role": "user",
+        "content": [{"type": "text", "text": hello, "cache_control": {"type": "ephemeral"}}],
+    }
     answer = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Really?"}]
     body = {"max_tokens": 2, "system": SYSTEM["content"], "messages": [message, *answer]}
-    assert client.send("/v1/messages", body)[0] == 200
-    client.settle()
-    assert found(client)[name]["tokens"] > tokens
+    assert server.send("/v1/messages", body)[0] == 200
+    server.settle()
+    assert found(server)[name]["tokens"] > tokens
 
 
-def test_they_order_nothing(client: Client) -> None:
-    asked = [[SYSTEM, HELLO, {"role": "assistant", "content": "x"}, {"role": "user", "content": f"{n}"}] for n in range(3)]
-    answers = at_once([lambda m=m: client.chat(m, max_tokens=40, logit_bias={"95": -100}) for m in asked])
+def test_they_order_nothing(server: Client) -> None:
+    asked = [
+        [SYSTEM, HELLO, {"role": "assistant", "content": "x"}, {"role": "user", "content": f"{n}"}]
+        for n in range(3)
+    ]
+    answers = at_once(
+        [lambda m=m: server.chat(m, max_tokens=40, logit_bias={"95": -100}) for m in asked]
+    )
     assert {answer["choices"][0]["finish_reason"] for answer in answers} == {"length"}
-    steps = client.generator.registry.loaded.values()
+    steps = server.generator.registry.loaded.values()
     counts = [served.engine.counts for served in steps]
     # One after the other they take a step for each token.
     assert counts[0]["decode_steps"] < counts[0]["tokens"]
@@ -116,7 +119,7 @@ def test_after_a_restart_it_goes_on(model: Path, tmp_path: Path) -> None:
         answer = two.chat([SYSTEM, HELLO], max_tokens=8)
         two.settle()
         # All but the last token, which is always computed.
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == answer["usage"]["prompt_tokens"] - 1
+        assert cached_tokens(answer["usage"]) == answer["usage"]["prompt_tokens"] - 1
         assert found(two).keys() == {name}
 
 
@@ -126,12 +129,18 @@ class Few(StoreConfig):
     conversations: int = 3
 
 
-def test_names_that_clients_give_do_not_grow_without_end(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_clients_give_do_not_grow_without_end(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(options, "StoreConfig", Few)
     with blockpool_server(model, "--store-dir", str(tmp_path), "--pool-bytes", "20MB") as client:
 
         def say(name: str) -> None:
-            client.chat([{"role": "user", "content": f"My name is {name}"}], max_tokens=2, prompt_cache_key=name)
+            client.chat(
+                [{"role": "user", "content": f"My name is {name}"}],
+                max_tokens=2,
+                prompt_cache_key=name,
+            )
             client.settle()
 
         say("pinned")
@@ -147,7 +156,9 @@ def test_names_that_clients_give_do_not_grow_without_end(model: Path, tmp_path: 
     assert len(list(tmp_path.glob("models/*/blocks/*/*"))) >= 8, "records stay"
 
 
-def test_only_the_last_ones_are_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_ones_are_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(options, "StoreConfig", Few)
     with blockpool_server(model, "--store-dir", str(tmp_path), "--pool-bytes", "20MB") as client:
         pinned = chat(client, {"role": "user", "content": "pinned"})
@@ -157,8 +168,7 @@ def test_only_the_last_ones_are_kept(model: Path, tmp_path: Path, monkeypatch: p
         client.chat([{"role": "user", "content": "named"}], max_tokens=2, prompt_cache_key="named")
         client.settle()
         # What is on disk is listed too, and is removed by the thread that writes.
-        while len(found(client)) > 4:
-            threading.Event().wait(0.01)
+        until(lambda: len(found(client)) <= 4)
         assert pinned in found(client)
         assert len(found(client)) == 4
     assert {agent.name for agent in Agents(tmp_path).all()} >= {pinned, "named"}
@@ -174,14 +184,22 @@ def test_what_changes_from_turn_to_turn_is_no_part_of_the_name(normalisers: Norm
         assert messages == before
         return name
 
-    billed = "x-anthropic-billing-header: cc_version=2.1; cch={};\nYou are an agent.\nToday's date: 2026-0{}-01\nBe brief."
+    billed = (
+        "x-anthropic-billing-header: cc_version=2.1; cch={};\nYou are an agent.\nToday's date: "
+        "2026-0{}-01\nBe brief."
+    )
     reminder = "<system-reminder>\nToday's date is 2026-0{}-02.\n</system-reminder>"
     names = {
-        named(billed.format(f"a{n}", n), [{"type": "text", "text": reminder.format(n)}, {"type": "text", "text": "Hello"}])
+        named(
+            billed.format(f"a{n}", n),
+            [{"type": "text", "text": reminder.format(n)}, {"type": "text", "text": "Hello"}],
+        )
         for n in range(1, 4)
     }
     assert len(names) == 1
-    assert named("You are an agent.", "Hello") == named("You are an agent.", [{"type": "text", "text": "Hello"}])
+    assert named("You are an agent.", "Hello") == named(
+        "You are an agent.", [{"type": "text", "text": "Hello"}]
+    )
     assert named("You are an agent.", "Hello") != named("You are an agent.", "Hallo")
     image = {"type": "image_url", "image_url": {"url": "data:a"}}
     other = {"type": "image_url", "image_url": {"url": "data:b"}}
@@ -190,5 +208,7 @@ def test_what_changes_from_turn_to_turn_is_no_part_of_the_name(normalisers: Norm
 
 
 def test_a_name_is_the_models_too(normalisers: Normalisers) -> None:
-    assert conversation_id(MODEL, [HELLO], normalisers) != conversation_id(("another", None, None), [HELLO], normalisers)
+    assert conversation_id(MODEL, [HELLO], normalisers) != conversation_id(
+        ("another", None, None), [HELLO], normalisers
+    )
     assert conversation_id(MODEL, [SYSTEM], normalisers) != conversation_id(MODEL, [], normalisers)

@@ -1,32 +1,31 @@
-"""Drafts through the server: replies are the same, what they bring is shown, and a model is measured at its first load."""
+"""Drafts through the server: replies are the same, what they bring is shown, and a model is
+measured at its first load.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from models import save_endless
 
 from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import measuring
-from mlx_blockpool.kv.path_costs import PathCosts
+from mlx_blockpool.kv.cost_model import PathCosts
 from mlx_blockpool.server.options import server_config
 from mlx_blockpool.store.measurements import Measurements
-from server.serving import Client, at_once, blockpool_server, parse
+from server.serving import Client, at_once, blockpool_server, parse, text_of
+
+pytestmark = pytest.mark.server(model="endless")
 
 # Sixteen rows cost little more than one.
-FLAT = CostCurve.of({1: 0.010, 2: 0.011, 20: 0.012}, {1: 0.010, 2: 0.011})
+FLAT = CostCurve.from_points({1: 0.010, 2: 0.011, 20: 0.012}, {1: 0.010, 2: 0.011})
 # Of decode paths.
 COSTS = PathCosts(1e-4, 1e-6, (1e-4, 1e-4, 0.0, 1e-6, 1e-6, 0.0))
 QUESTION = [{"role": "user", "content": "Once more. " * 12}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_endless(tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture
@@ -49,15 +48,23 @@ def report(client: Client) -> dict[str, Any]:
 
 
 def replies(client: Client) -> list[str]:
-    """Greedy and seeded replies to one question, twice: the second time it is known what has followed the question."""
-    options: list[dict[str, Any]] = [{"user": "ann"}, {"temperature": 0.7, "seed": 5}, {"logprobs": True}]
+    """Greedy and seeded replies to one question, twice: the second time it is known what has
+    followed the question.
+    """
+    options: list[dict[str, Any]] = [
+        {"user": "ann"},
+        {"temperature": 0.7, "seed": 5},
+        {"logprobs": True},
+    ]
     jobs = [lambda own=own: client.chat(QUESTION, max_tokens=120, **own) for own in options]
-    found = [answer["choices"][0]["message"]["content"] for answer in [*at_once(jobs), *at_once(jobs)]]
+    found = [text_of(answer) for answer in [*at_once(jobs), *at_once(jobs)]]
     client.settle()
     return found
 
 
-def test_replies_with_drafts_are_those_without_and_the_figures_say_what_was_drafted(model: Path) -> None:
+def test_replies_with_drafts_are_those_without_and_the_figures_say_what_was_drafted(
+    model: Path,
+) -> None:
     with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "off") as client:
         expected = replies(client)
         assert report(client) == {
@@ -76,29 +83,43 @@ def test_replies_with_drafts_are_those_without_and_the_figures_say_what_was_draf
         assert (found["mode"], found["off"], found["curve"]) == (6, None, None)
         sources = found["sources"]
         assert 0 < found["accepted"] == sum(source["accepted"] for source in sources.values())
-        assert found["accepted"] <= found["drafted"] == sum(source["drafted"] for source in sources.values())
+        assert (
+            found["accepted"]
+            <= found["drafted"]
+            == sum(source["drafted"] for source in sources.values())
+        )
         assert 0 < found["verifications"] <= found["drafted"]
-        tally = client.generator.model.events.tally
-        assert tally.drafted == {name: source["drafted"] for name, source in sources.items()}
-        assert tally.accepted == {name: source["accepted"] for name, source in sources.items()}
-        assert tally.verifications == found["verifications"]
+        counts = client.generator.model.events.counts
+        assert counts.drafted == {name: source["drafted"] for name, source in sources.items()}
+        assert counts.accepted == {name: source["accepted"] for name, source in sources.items()}
+        assert counts.verifications == found["verifications"]
 
 
-def test_a_model_is_measured_at_its_first_load_and_drafts_as_that_says(model: Path, tmp_path: Path, measured: list[Any]) -> None:
+def test_a_model_is_measured_at_its_first_load_and_drafts_as_that_says(
+    model: Path, tmp_path: Path, measured: list[Any]
+) -> None:
     options = ("--pool-bytes", "20MB", "--measure", "auto", "--store-dir", str(tmp_path))
     for _ in range(2):
         with blockpool_server(model, *options) as client:
             replies(client)
             found = report(client)
-            assert (found["mode"], found["off"], found["curve"]) == ("auto", None, FLAT.to_json())
+            assert (found["mode"], found["off"], found["curve"]) == (
+                "auto",
+                None,
+                json.loads(json.dumps(FLAT.to_json())),
+            )
             assert found["accepted"] > 0
-            assert client.send("/v1/cache")[1]["decode_costs"] == json.loads(json.dumps({"0": COSTS.to_json()}))
+            assert client.send("/v1/cache")[1]["decode_costs"] == json.loads(
+                json.dumps({"0": asdict(COSTS)})
+            )
         assert len(measured) == 1
     (remembered,) = Measurements(tmp_path).load()
     assert remembered.model == model.name
 
 
-def test_nothing_is_drafted_by_a_curve_that_was_not_measured(model: Path, measured: list[Any]) -> None:
+def test_nothing_is_drafted_by_a_curve_that_was_not_measured(
+    model: Path, measured: list[Any]
+) -> None:
     with blockpool_server(model, "--pool-bytes", "20MB") as client:
         replies(client)
         found = report(client)
@@ -118,30 +139,49 @@ def test_a_model_that_fails_when_it_is_measured_is_served_without_figures(
         replies(client)
         found = report(client)
         assert (found["mode"], found["curve"], found["drafted"]) == ("auto", None, 0)
-        assert found["off"] == "it was not measured what forwards cost: RuntimeError: no such kernel"
+        assert (
+            found["off"] == "it was not measured what forwards cost: RuntimeError: no such kernel"
+        )
     assert measured == ["failed"]
 
 
-def test_no_forwards_are_measured_for_drafts_whose_number_is_given(model: Path, measured: list[Any]) -> None:
-    with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "3", "--measure", "auto") as client:
+def test_no_forwards_are_measured_for_drafts_whose_number_is_given(
+    model: Path, measured: list[Any]
+) -> None:
+    with blockpool_server(
+        model, "--pool-bytes", "20MB", "--drafts", "3", "--measure", "auto"
+    ) as client:
         replies(client)
         found = report(client)
         assert (found["mode"], found["off"], found["curve"]) == (3, None, None)
         assert found["accepted"] > 0
-        assert client.send("/v1/cache")[1]["decode_costs"] == json.loads(json.dumps({"0": COSTS.to_json()}))
+        assert client.send("/v1/cache")[1]["decode_costs"] == json.loads(
+            json.dumps({"0": asdict(COSTS)})
+        )
     assert measured == []
 
 
 def test_nothing_is_measured_for_drafts_that_are_off_and_without_a_store_each_server_measures_once(
     model: Path, tmp_path: Path, measured: list[Any]
 ) -> None:
-    options = ("--pool-bytes", "20MB", "--measure", "auto", "--drafts", "off", "--store-dir", str(tmp_path))
+    options = (
+        "--pool-bytes",
+        "20MB",
+        "--measure",
+        "auto",
+        "--drafts",
+        "off",
+        "--store-dir",
+        str(tmp_path),
+    )
     with blockpool_server(model, *options) as client:
         client.capacity()
     assert measured == []
     assert [list(found.figures) for found in Measurements(tmp_path).load()] == [["paths"]]
     for count in (1, 2):
-        with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "auto", "--measure", "auto") as client:
+        with blockpool_server(
+            model, "--pool-bytes", "20MB", "--drafts", "auto", "--measure", "auto"
+        ) as client:
             client.chat(QUESTION, max_tokens=1)
             assert client.send("/admin/unload", {"model": str(model)})[0] == 200
             client.chat(QUESTION, max_tokens=1)
@@ -149,7 +189,9 @@ def test_nothing_is_measured_for_drafts_that_are_off_and_without_a_store_each_se
         assert len(measured) == count
 
 
-@pytest.mark.parametrize(("text", "drafts"), [("auto", "auto"), ("off", "off"), ("1", 1), ("16", 16)])
+@pytest.mark.parametrize(
+    ("text", "drafts"), [("auto", "auto"), ("off", "off"), ("1", 1), ("16", 16)]
+)
 def test_the_option_is_auto_off_or_a_number(text: str, drafts: Any) -> None:
     assert server_config(parse([])).engine.drafts == "auto"
     assert server_config(parse(["--drafts", text])).engine.drafts == drafts

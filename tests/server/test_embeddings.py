@@ -1,4 +1,6 @@
-"""Embeddings: the vectors of a model that is made for them, over every protocol, and the refusal of one that is not."""
+"""Embeddings: the vectors of a model that is made for them, over every protocol, and the refusal
+of one that is not.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import shutil
 import struct
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,22 +22,36 @@ import pytest
 from mlx_lm import load
 
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.server import embedding
 from mlx_blockpool.server.api.embeddings import tokens_of
 from mlx_blockpool.server.bodies import InvalidRequestError
-from mlx_blockpool.server.embedding import CHUNK_TOKENS, EmbeddedText, NoEmbeddingsError, Pooling, pooling_of, shortened
-from mlx_blockpool.server.models.provider import ModelKey
+from mlx_blockpool.server.embedding import (
+    CHUNK_TOKENS,
+    NoEmbeddingsError,
+    Pooling,
+    pooling_of,
+    shortened,
+    vector_steps,
+)
+from mlx_blockpool.server.jobs import Steps
+from mlx_blockpool.server.provider import ModelKey
 from server.scripted import openai_client
-from server.serving import Client, at_once, blockpool_server
+from server.serving import Client, at_once, blockpool_server, until
 
 SHORT, LONG = "What is a block?", "Agents share the beginning of their prompts. " * 12
 
 
 def write_pooling(folder: Path, mode: str, *more: str) -> Path:
     kinds = ["Transformer", "Pooling", *more]
-    types = [{"idx": i, "type": f"sentence_transformers.models.{kind}", "path": f"{i}_{kind}"} for i, kind in enumerate(kinds)]
+    types = [
+        {"idx": i, "type": f"sentence_transformers.models.{kind}", "path": f"{i}_{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
     (folder / "modules.json").write_text(json.dumps(types))
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": False, mode: True}))
+    (folder / "1_Pooling/config.json").write_text(
+        json.dumps({"pooling_mode_cls_token": False, mode: True})
+    )
     return folder
 
 
@@ -83,10 +99,14 @@ def test_the_other_shapes(embedder: Client, states: Any) -> None:
     embedded = client.embed("default_model", [SHORT, LONG])
     assert list(embedded.embeddings[0]) == pytest.approx(vector, abs=1e-5)
     assert embedded.prompt_eval_count == len(states(SHORT)) + len(states(LONG))
-    assert list(client.embeddings("default_model", SHORT).embedding) == pytest.approx(vector, abs=1e-5)
+    assert list(client.embeddings("default_model", SHORT).embedding) == pytest.approx(
+        vector, abs=1e-5
+    )
     tokens = embedder.send("/tokenize", {"prompt": SHORT})[1]["tokens"]
     for given in (tokens, [tokens]):
-        status, answer = embedder.send("/v1/embeddings", {"input": given, "encoding_format": "base64"})
+        status, answer = embedder.send(
+            "/v1/embeddings", {"input": given, "encoding_format": "base64"}
+        )
         assert status == 200
         packed = base64.b64decode(answer["data"][0]["embedding"])
         assert list(struct.unpack(f"<{len(vector)}f", packed)) == pytest.approx(vector, abs=1e-5)
@@ -97,7 +117,10 @@ def test_the_other_shapes(embedder: Client, states: Any) -> None:
 def test_replies_and_vectors_at_once_are_those_of_each_alone(embedder: Client, states: Any) -> None:
     chat = [{"role": "user", "content": "Hello"}]
     alone = embedder.chat(chat, max_tokens=20)["choices"][0]["message"]
-    jobs = [lambda: embedder.chat(chat, max_tokens=20), *[lambda: embedder.send("/v1/embeddings", {"input": LONG})] * 2]
+    jobs = [
+        lambda: embedder.chat(chat, max_tokens=20),
+        *[lambda: embedder.send("/v1/embeddings", {"input": LONG})] * 2,
+    ]
     reply, *answers = at_once(jobs)
     assert reply["choices"][0]["message"] == alone
     for _, answer in answers:
@@ -117,14 +140,18 @@ def test_replies_and_vectors_at_once_are_those_of_each_alone(embedder: Client, s
         ({"input": [[1] * 40_000]}, 400, "40000"),
     ],
 )
-def test_what_cannot_be_done_is_named(body: dict[str, Any], status: int, says: str, embedder: Client) -> None:
+def test_what_cannot_be_done_is_named(
+    body: dict[str, Any], status: int, says: str, embedder: Client
+) -> None:
     found, answer = embedder.send("/v1/embeddings", body)
     assert (found, says in answer["error"]["message"]) == (status, True), answer
 
 
 def test_the_pooling_is_that_of_the_folder(tmp_path: Path) -> None:
     assert pooling_of(write_pooling(tmp_path, "pooling_mode_mean_tokens")) == Pooling("mean", False)
-    assert pooling_of(write_pooling(tmp_path, "pooling_mode_cls_token", "Normalize")) == Pooling("first", True)
+    assert pooling_of(write_pooling(tmp_path, "pooling_mode_cls_token", "Normalize")) == Pooling(
+        "first", True
+    )
     (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode": "lasttoken"}')
     assert pooling_of(tmp_path) == Pooling("last", True)
     with pytest.raises(NoEmbeddingsError, match="Dense"):
@@ -141,7 +168,9 @@ def test_a_mean_is_that_of_all_chunks(embedder: Client, folder: Path, states: An
         _, answer = embedder.send("/v1/embeddings", {"input": LONG})
     finally:
         write_pooling(folder, "pooling_mode_lasttoken", "Normalize")
-    assert answer["data"][0]["embedding"] == pytest.approx(states(LONG).mean(axis=0).tolist(), abs=1e-5)
+    assert answer["data"][0]["embedding"] == pytest.approx(
+        states(LONG).mean(axis=0).tolist(), abs=1e-5
+    )
 
 
 def test_a_shorter_vector_has_length_one() -> None:
@@ -149,22 +178,36 @@ def test_a_shorter_vector_has_length_one() -> None:
     assert shortened([3.0, 4.0], None) == [3.0, 4.0]
 
 
+def after_each_chunk(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -> None:
+    """Call a function after each chunk of any text."""
+
+    def watched(*given: Any) -> Steps[Any]:
+        steps = vector_steps(*given)
+        try:
+            while True:
+                pause = next(steps)
+                act()
+                yield pause
+        except StopIteration as end:
+            return end.value
+        finally:
+            steps.close()
+
+    monkeypatch.setattr(embedding, "vector_steps", watched)
+
+
 @pytest.fixture
 def chunks(embedder: Client, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The blocks that are held after each chunk."""
     held: list[int] = []
-    advance = EmbeddedText.advance
-
-    def watched(self: EmbeddedText) -> bool:
-        found = advance(self)
-        held.append(sum(counts.held for counts in embedder.generator.model.prefix.pool.counts()))
-        return found
-
-    monkeypatch.setattr(EmbeddedText, "advance", watched)
+    pool = embedder.generator.model.prefix.pool
+    after_each_chunk(monkeypatch, lambda: held.append(sum(counts.held for counts in pool.counts())))
     return held
 
 
-def test_keys_and_values_are_in_the_pool_as_long_as_the_text_is_computed(embedder: Client, chunks: list[int]) -> None:
+def test_keys_and_values_are_in_the_pool_as_long_as_the_text_is_computed(
+    embedder: Client, chunks: list[int]
+) -> None:
     assert embedder.send("/v1/embeddings", {"input": LONG})[0] == 200
     assert len(chunks) == 3
     assert set(chunks) == {3}
@@ -176,25 +219,29 @@ def test_a_text_waits_for_room_as_long_as_replies_run() -> None:
         raise PoolExhaustedError(count, 0, 0, "full")
 
     key, live = ModelKey("a"), {1: "a reply"}
-    served = SimpleNamespace(live=live, prefix=SimpleNamespace(lend=lend), provider=SimpleNamespace(model=None))
+    served: Any = SimpleNamespace(
+        key=key, live=live, prefix=SimpleNamespace(lend=lend), provider=SimpleNamespace(model=None)
+    )
     generator = SimpleNamespace(registry=SimpleNamespace(loaded={key: served}), health=None)
-    text = EmbeddedText(generator, key, Pooling("last", True), [1, 2, 3])
-    assert not text.advance()
+    with pytest.raises(StopIteration) as ended:
+        next(vector_steps(generator, served, Pooling("last", True), [1, 2, 3]))
+    assert ended.value.value is None
     live.clear()
     with pytest.raises(PoolExhaustedError):
-        text.advance()
+        next(vector_steps(generator, served, Pooling("last", True), [1, 2, 3]))
 
 
-def test_a_text_that_waits_for_room_lets_others_pass(embedder: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    advance, begun, ended = EmbeddedText.advance, threading.Event(), []
-    tries = iter(range(20))
+def test_a_text_that_waits_for_room_lets_others_pass(
+    embedder: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended, tries = threading.Event(), list[str](), iter(range(20))
 
-    def crowded(self: EmbeddedText) -> bool:
+    def crowded(generator: Any, served: Any, pooling: Pooling, tokens: list[int]) -> Steps[Any]:
         """The long text has room when the short one is computed, or at the last try."""
-        if len(self._tokens) > CHUNK_TOKENS and not ended and next(tries, None) is not None:
+        if len(tokens) > CHUNK_TOKENS and not ended and next(tries, None) is not None:
             begun.set()
-            return False
-        return advance(self)
+            return None
+        return (yield from vector_steps(generator, served, pooling, tokens))
 
     def ask(text: str) -> None:
         assert embedder.send("/v1/embeddings", {"input": text})[0] == 200
@@ -204,12 +251,14 @@ def test_a_text_that_waits_for_room_lets_others_pass(embedder: Client, monkeypat
         begun.wait()
         ask(SHORT)
 
-    monkeypatch.setattr(EmbeddedText, "advance", crowded)
+    monkeypatch.setattr(embedding, "vector_steps", crowded)
     at_once([lambda: ask(LONG), ask_later])
     assert ended == [SHORT, LONG]
 
 
-def test_too_many_values_are_refused_before_a_text_is_computed(embedder: Client, chunks: list[int]) -> None:
+def test_too_many_values_are_refused_before_a_text_is_computed(
+    embedder: Client, chunks: list[int]
+) -> None:
     assert embedder.send("/v1/embeddings", {"input": LONG, "dimensions": 10_000})[0] == 400
     assert chunks == []
 
@@ -232,22 +281,16 @@ def test_a_model_is_kept_until_all_texts_are_computed(embedder: Client, states: 
     assert status == 200, answer
     assert answer["embeddings"][1] == pytest.approx(expected(states, LONG), abs=1e-5)
     registry = embedder.generator.registry
-    while registry.loaded or registry.swap:
-        threading.Event().wait(0.02)
+    until(lambda: not (registry.loaded or registry.swap))
 
 
 def test_a_model_is_kept_although_another_request_wants_it_gone(
     embedder: Client, states: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advance, registry = EmbeddedText.advance, embedder.generator.registry
-
-    def disturbed(self: EmbeddedText) -> bool:
-        found = advance(self)
-        for model in registry.loaded.values():
-            registry.use(model, 0)
-        return found
-
-    monkeypatch.setattr(EmbeddedText, "advance", disturbed)
+    registry = embedder.generator.registry
+    after_each_chunk(
+        monkeypatch, lambda: [registry.use(model, None, 0) for model in registry.loaded.values()]
+    )
     status, answer = embedder.send("/v1/embeddings", {"input": LONG})
     assert status == 200, answer
     assert answer["data"][0]["embedding"] == pytest.approx(expected(states, LONG), abs=1e-5)

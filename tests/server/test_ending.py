@@ -1,9 +1,12 @@
-"""A server that is asked to stop ends soon, whatever hangs; one that hangs, or has lost its group, ends with a status."""
+"""A server that is asked to stop ends soon, whatever hangs; one that hangs, or has lost its
+group, ends with a status.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -15,7 +18,6 @@ from unittest.mock import Mock
 
 import pytest
 from forks import Program, server_forks
-from models import save_endless
 from store.disks import QuickDisk
 from store.records import make_buffers, make_record
 from thorough import only
@@ -25,23 +27,20 @@ from mlx_blockpool.errors import DisagreeError, GroupLostError
 from mlx_blockpool.ranks.group import ALONE
 from mlx_blockpool.ranks.head import Head
 from mlx_blockpool.server.api.errors import STATUSES
-from mlx_blockpool.server.ending import LOST, Loss
 from mlx_blockpool.server.health import HUNG, Watchdog
+from mlx_blockpool.server.ranked.ending import LOST, Loss, RankLauncher
 from mlx_blockpool.server.ranked.leader import Leader
 from mlx_blockpool.server.ranked.replica import Replica
 from mlx_blockpool.store.prompt_store import PromptStore
 from server.processes import SERVE, needs_proc, port_of
+
+pytestmark = pytest.mark.server(model="endless")
 
 # What hangs, as code that runs in the server's process before it starts.
 HANGS = {
     "an engine that waits": """
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 BlockPoolBatchEngine.next = lambda self: hang()
-""",
-    "an engine that lets no other thread run": """
-import ctypes
-from mlx_blockpool.engine.engine import BlockPoolBatchEngine
-BlockPoolBatchEngine.next = lambda self: (said(), ctypes.PyDLL(None).sleep(3600))
 """,
     "a store that does not close": """
 from mlx_blockpool.tier.cache import TieredPrefixCache
@@ -51,7 +50,7 @@ step = BlockPoolBatchEngine.next
 BlockPoolBatchEngine.next = lambda self: (said(), step(self))[1]
 """,
     "a model that loads": """
-from mlx_blockpool.server.models.provider import BlockpoolModelProvider
+from mlx_blockpool.server.provider import BlockpoolModelProvider
 BlockpoolModelProvider.prepare = lambda self, key: hang()
 """,
 }
@@ -70,13 +69,20 @@ app.main(sys.argv[1:])
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_endless(tmp_path_factory.mktemp("model"))
-
-
-def server(model: Path, code: str, exit_seconds: float = EngineConfig.exit_seconds) -> AbstractContextManager[Program]:
-    arguments = ["--model", str(model), "--port", "0", "--pool-bytes", "60MB", "--no-store"]
+def server(
+    model: Path, code: str, exit_seconds: float = EngineConfig.exit_seconds
+) -> AbstractContextManager[Program]:
+    arguments = [
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--pool-bytes",
+        "60MB",
+        "--no-store",
+        "--measure",
+        "off",
+    ]
     return server_forks().start(PROGRAM.format(exit_seconds, code), *arguments).ended()
 
 
@@ -96,11 +102,16 @@ def ask(process: Program, answers: list[Any]) -> threading.Thread:
     return thread
 
 
-BODY = {"model": "default_model", "messages": [{"role": "user", "content": "all"}], "max_tokens": 30_000, "temperature": 0}
+BODY = {
+    "model": "default_model",
+    "messages": [{"role": "user", "content": "all"}],
+    "max_tokens": 30_000,
+    "temperature": 0,
+}
 
 
 @needs_proc
-@pytest.mark.parametrize("what", only(HANGS, "an engine that lets no other thread run", "a store that does not close"))
+@pytest.mark.parametrize("what", only(HANGS, "a store that does not close"))
 def test_a_server_that_is_asked_to_stop_ends_whatever_hangs(model: Path, what: str) -> None:
     """Without the end that is forced it would hang for ever."""
     with server(model, HANGS[what], 1.0) as process:
@@ -112,7 +123,7 @@ def test_a_server_that_is_asked_to_stop_ends_whatever_hangs(model: Path, what: s
         process.send_signal(signal.SIGTERM)
         status = process.wait(timeout=60)
         # What is being loaded has nothing to save: that is left in order.
-        assert status in ([-signal.SIGKILL] if "no other thread" in what else [0, 1] if "loads" in what else [1])
+        assert status in ([0, 1] if "loads" in what else [1])
         if thread is not None:
             thread.join()
 
@@ -151,13 +162,47 @@ def test_the_watchdog_ends_what_has_hung_for_long_enough_and_nothing_else() -> N
     assert ended == [HUNG]
 
 
+# The places of its threads go to a pipe that is full, or nowhere.
+UNREAD = """
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(2, True)
+"""
+CLOSED = """
+os.close(2)
+sys.stderr = None
+"""
+HANGING = """
+import os, signal, sys, threading
+from mlx_blockpool.server.ending import end_on_signals
+{}
+begun = threading.Event()
+end_on_signals(0.1, begun.set)
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except RuntimeError:
+    os._exit(2)
+assert begun.wait()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("where", [UNREAD, CLOSED])
+def test_a_process_whose_log_nobody_reads_ends_as_soon(where: str) -> None:
+    with server_forks().start(HANGING.format(where)).ended() as process:
+        assert process.wait(timeout=60) == 1
+
+
 # A rank without requests: it ends in order with its first turn after a signal.
 FOLLOWER = """
 import os, signal, sys, time
 from mlx_blockpool.server.ending import end_on_signals
 {}
 stop = []
-end_on_signals(60, lambda: stop.append(True), hang_up=True)
+end_on_signals(60, lambda: stop.append(True))
 {}
 os.write(2, b"it follows\\n")
 # The handler runs in this thread, which may hold no lock that it takes.
@@ -183,7 +228,11 @@ MORE = "os.kill(os.getpid(), signal.{})"
 def test_a_rank_ends_in_order_on_a_signal_and_the_ends_of_its_launcher_and_of_ssh_are_one(
     which: str, more: str, status: int
 ) -> None:
-    with server_forks().start(FOLLOWER.format("", "", MORE.format(more) if more else "")).ended() as rank:
+    with (
+        server_forks()
+        .start(FOLLOWER.format("", "", MORE.format(more) if more else ""))
+        .ended() as rank
+    ):
         rank.read_until("it follows")
         rank.send_signal(signal.Signals[which])
         assert rank.wait(timeout=60) == status
@@ -196,6 +245,48 @@ def test_a_rank_that_nohup_has_started_outlives_its_terminal() -> None:
     )
     with server_forks().start(FOLLOWER.format(ignored, hung_up, "")).ended() as rank:
         rank.read_until("it follows")
+
+
+# A launcher that starts a rank as mlx.launch does, and this rank.
+LAUNCHES = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE).wait()
+"""
+LAUNCHED = """
+import os, signal
+from mlx_blockpool.server.ranked import ending
+ending.LAUNCHER_SECONDS = 0.01
+signal.signal(signal.SIGTERM, lambda *_: os.write(2, b"it was told to end\\n"))
+# It ends also where nobody tells it to.
+signal.alarm(60)
+ending.RankLauncher().watch()
+os.write(2, b"it runs\\n")
+signal.pause()
+"""
+
+
+def test_a_rank_whose_launcher_is_killed_ends_as_after_a_signal() -> None:
+    with server_forks().start(LAUNCHES, LAUNCHED).ended() as launcher:
+        launcher.read_until("it runs")
+        launcher.kill()
+        launcher.read_until("it was told to end")
+
+
+def test_a_rank_outlives_a_parent_that_is_no_launcher() -> None:
+    """As a terminal, a service, or a shell that has started it with nohup: none of them gives it
+    a pipe.
+    """
+    parents = [7]
+    read, write = os.pipe()
+    null = os.open(os.devnull, os.O_RDONLY)
+    closed = os.dup(null)
+    os.close(closed)
+    found = [RankLauncher(lambda: parents[-1], each) for each in (read, null, closed)]
+    assert [each.is_gone for each in found] == [False] * 3
+    parents.append(1)
+    assert [each.is_gone for each in found] == [True, False, False]
+    for each in (read, write, null):
+        os.close(each)
 
 
 class Left(BaseException):
@@ -225,7 +316,9 @@ class GatedDisk(QuickDisk):
         return super().create(path)
 
 
-def test_a_rank_that_has_lost_its_group_answers_its_clients_and_writes_what_waits_for_the_writer(tmp_path: Path) -> None:
+def test_a_rank_that_has_lost_its_group_answers_its_clients_and_writes_what_waits_for_the_writer(
+    tmp_path: Path,
+) -> None:
     disk, events = GatedDisk(), list[Any]()
     store = PromptStore(StoreConfig(tmp_path, min_free_bytes=0), "a model", {}, disk)
     store.open()
@@ -250,11 +343,15 @@ def test_a_rank_that_has_lost_its_group_answers_its_clients_and_writes_what_wait
     with pytest.raises(Left):
         loss.end(ERROR)
     assert events == ["no collective", ERROR, "answered", LOST]
-    assert len([path for path in store.root.rglob("*") if path.suffix == ".safetensors"]) == len(records)
+    assert len([path for path in store.root.rglob("*") if path.suffix == ".safetensors"]) == len(
+        records
+    )
     store.close()
 
 
-def test_the_log_of_a_lost_rank_has_the_error_that_it_was_lost_by(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_a_lost_rank_has_the_error_that_it_was_lost_by(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def compute() -> None:
         raise MemoryError("no memory for a step")
 
@@ -266,11 +363,16 @@ def test_the_log_of_a_lost_rank_has_the_error_that_it_was_lost_by(caplog: pytest
     assert "no memory for a step" in caplog.text
 
 
-def test_clients_get_an_error_that_says_to_send_the_request_again_whatever_the_group_was_lost_by() -> None:
+def test_clients_are_told_to_send_the_request_again_whatever_the_group_was_lost_by() -> None:
     errors: list[Exception] = []
     with pytest.raises(Left):
-        Loss(lambda: None, list, 1, errors.append, end_process=leaving([])).end(DisagreeError("The ranks disagree."))
-    assert next(statuses for kind, *statuses in STATUSES if isinstance(errors[0], kind)) == [503, 503]
+        Loss(lambda: None, list, 1, errors.append, end_process=leaving([])).end(
+            DisagreeError("The ranks disagree.")
+        )
+    assert next(statuses for kind, *statuses in STATUSES if isinstance(errors[0], kind)) == [
+        503,
+        503,
+    ]
     assert "The ranks disagree." in str(errors[0])
     assert "send the request again" in str(errors[0])
 
@@ -297,7 +399,7 @@ def test_a_lost_rank_ends_whatever_hangs_and_only_once() -> None:
 
     loss = Loss(lambda: None, list, 0, lambda error: hangs.wait(), grace=0, end_process=leave)
     for _ in range(2):
-        # The thread that computes and the lookout.
+        # The thread that computes and the watchdog.
         threading.Thread(target=loss.end, args=[ERROR], daemon=True).start()
     assert ended.wait(30)
     assert events == [LOST]
@@ -328,7 +430,9 @@ def test_rank_0_stops_in_order_where_another_rank_has_ended_before() -> None:
 
 
 def test_ranks_that_disagree_at_the_stop_end_as_at_any_other_time() -> None:
-    replica: Any = SimpleNamespace(exchange=Mock(side_effect=DisagreeError("The ranks have come to different results.")))
+    replica: Any = SimpleNamespace(
+        exchange=Mock(side_effect=DisagreeError("The ranks have come to different results."))
+    )
     ended: list[int] = []
     leader = Leader(replica, RankConfig(), Loss(lambda: None, list, 0, end_process=ended.append))
     replica.agree = Mock()
@@ -338,10 +442,15 @@ def test_ranks_that_disagree_at_the_stop_end_as_at_any_other_time() -> None:
 
 
 def test_only_the_first_exchange_may_take_as_long_as_a_load() -> None:
-    """Also while no model is loaded, as after the idle ones were unloaded, a rank that hangs is noticed soon."""
+    """Also while no model is loaded, as after the idle ones were unloaded, a rank that hangs is
+    noticed soon.
+    """
     registry: Any = SimpleNamespace(loaded={}, catalog=None)
-    lookout = Mock()
-    replica = Replica(ALONE, registry, ServerConfig(), lookout)
+    turn_watchdog = Mock()
+    replica = Replica(ALONE, registry, ServerConfig(), turn_watchdog)
     for _ in range(2):
         replica.exchange(Head())
-    assert [call.args for call in lookout.begin.call_args_list] == [("an exchange", 600.0), ("an exchange", None)]
+    assert [call.args for call in turn_watchdog.begin.call_args_list] == [
+        ("an exchange", 600.0),
+        ("an exchange", None),
+    ]

@@ -1,4 +1,6 @@
-"""The engine through its real door: seeds, order of an agent's requests, drafts, health, and a thread that does not stay dead."""
+"""The engine through its real door: seeds, order of an agent's requests, drafts, health, and a
+thread that does not stay dead.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,29 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.server import generator as generator_module
 from mlx_blockpool.server.generator import BlockpoolGenerator
 from mlx_blockpool.server.model import LoadedModel
-from mlx_blockpool.server.ranked.leader import Solo
-from server.serving import Client, at_once, blockpool_server, stock_server
+from mlx_blockpool.server.step_driver import StepDriver
+from server.serving import (
+    Client,
+    at_once,
+    blockpool_server,
+    cached_tokens,
+    stock_server,
+    text_of,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"), "llama", head_dim=32)
 
 
 @pytest.fixture
-def client(model: Path) -> Iterator[Client]:
-    with blockpool_server(model, "--pool-bytes", "20MB", "--prefill-step-size", "128") as running:
+def fresh_server(wide_model: Path) -> Iterator[Client]:
+    with blockpool_server(
+        wide_model, "--pool-bytes", "20MB", "--prefill-step-size", "128"
+    ) as running:
         yield running
-
-
-def text(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
 
 
 SAMPLED: list[dict[str, Any]] = [
@@ -46,19 +54,27 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 
 
-def test_seeded_requests_in_one_batch_answer_as_stock_alone(client: Client, model: Path) -> None:
+def test_seeded_requests_in_one_batch_answer_as_stock_alone(
+    fresh_server: Client, wide_model: Path
+) -> None:
     messages = [{"role": "user", "content": "throw the dice " * 12}]
-    with stock_server(model) as stock:
-        expected = [text(stock.chat(messages, max_tokens=24, **options)) for options in SAMPLED]
-    jobs = [lambda o=o: text(client.chat(messages, max_tokens=24, **o)) for o in SAMPLED * 2]
+    with stock_server(wide_model) as stock:
+        expected = [text_of(stock.chat(messages, max_tokens=24, **options)) for options in SAMPLED]
+    jobs = [
+        lambda o=o: text_of(fresh_server.chat(messages, max_tokens=24, **o)) for o in SAMPLED * 2
+    ]
     assert at_once(jobs) == expected * 2
-    client.settle()
-    counts = client.send("/v1/cache")[1]["engine"]
+    fresh_server.settle()
+    counts = fresh_server.send("/v1/cache")[1]["engine"]
     assert counts["tokens"] > counts["decode_steps"], "they did not run together"
 
 
-def test_requests_of_one_agent_run_in_order_and_others_pass(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of agent a and one without a name wait while nothing starts; then a's second starts after its first has ended."""
+def test_requests_of_one_agent_run_in_order_and_others_pass(
+    fresh_server: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of agent a and one without a name wait while nothing starts; then a's second starts
+    after its first has ended.
+    """
     together: list[set[str | None]] = []
     step = BlockPoolBatchEngine.next
 
@@ -69,19 +85,26 @@ def test_requests_of_one_agent_run_in_order_and_others_pass(client: Client, monk
 
     monkeypatch.setattr(BlockPoolBatchEngine, "next", watching)
     body = {"messages": [{"role": "user", "content": "one after the other"}], "max_tokens": 30}
-    bodies = [{**body, "prompt_cache_key": "a"}, {**body, "prompt_cache_key": "a"}, {**body, "prompt_cache_key": "b"}, body]
-    answers = at_once([lambda b=b: client.send("/v1/chat/completions", b) for b in bodies])
-    assert len({text(answer) for _, answer in answers}) == 1
+    bodies = [
+        {**body, "prompt_cache_key": "a"},
+        {**body, "prompt_cache_key": "a"},
+        {**body, "prompt_cache_key": "b"},
+        body,
+    ]
+    answers = at_once([lambda b=b: fresh_server.send("/v1/chat/completions", b) for b in bodies])
+    assert len({text_of(answer) for _, answer in answers}) == 1
     assert {"a", "b"} <= set().union(*together)
 
 
-def test_an_agents_name_must_be_text(client: Client) -> None:
-    status, answer = client.send("/v1/completions", {"prompt": "x", "prompt_cache_key": 7})
+def test_an_agents_name_must_be_text(fresh_server: Client) -> None:
+    status, answer = fresh_server.send("/v1/completions", {"prompt": "x", "prompt_cache_key": 7})
     assert status == 400
     assert "prompt_cache_key" in answer["error"]["message"]
 
 
-def test_what_ends_the_thread_is_told_and_the_next_request_is_served(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_the_thread_is_told_and_the_next_request_is_served(
+    fresh_server: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Fatal(BaseException):
         pass
 
@@ -89,14 +112,17 @@ def test_what_ends_the_thread_is_told_and_the_next_request_is_served(client: Cli
         raise Fatal("no one catches this")
 
     monkeypatch.setattr(BlockPoolBatchEngine, "next", dying)
-    status, answer = client.send("/v1/completions", {"prompt": "doomed", "max_tokens": 3})
+    status, answer = fresh_server.send("/v1/completions", {"prompt": "doomed", "max_tokens": 3})
     assert status == 503
     assert "no one catches this" in answer["error"]["message"]
     monkeypatch.undo()
-    assert client.send("/v1/completions", {"prompt": "doomed no more", "max_tokens": 3})[0] == 200
-    status, health = client.send("/health")
+    assert (
+        fresh_server.send("/v1/completions", {"prompt": "doomed no more", "max_tokens": 3})[0]
+        == 200
+    )
+    status, health = fresh_server.send("/health")
     assert (status, health["status"], health["restarts"]) == (200, "ok", 1)
-    client.settle()
+    fresh_server.settle()
 
 
 def test_those_that_arrive_within_a_moment_start_together() -> None:
@@ -108,7 +134,7 @@ def test_those_that_arrive_within_a_moment_start_together() -> None:
         _arrive=arrived.append,
         registry=types.SimpleNamespace(queue=(), swap=None),
         requests=Queue(),
-        turns=Solo(),
+        step_driver=StepDriver(),
     )
     thread.requests.put("first")
     late = threading.Timer(0.05, lambda: thread.requests.put("second"))
@@ -117,25 +143,33 @@ def test_those_that_arrive_within_a_moment_start_together() -> None:
     watch = threading.Thread(target=BlockpoolGenerator._take_arrivals, args=(thread,), daemon=True)
     watch.start()
     late.join()
-    while len(arrived) < 2:
-        threading.Event().wait(0.005)
+    until(lambda: len(arrived) >= 2)
     assert watch.is_alive(), "it still waits for more"
     assert arrived == ["first", "second"]
 
 
-def test_a_draft_runs_on_pooled_caches_and_changes_no_reply(model: Path, tmp_path: Path) -> None:
+def test_a_draft_runs_on_pooled_caches_and_changes_no_reply(
+    wide_model: Path, tmp_path: Path
+) -> None:
     draft = save_model(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)
-    messages = [{"role": "system", "content": "Common to all. " * 30}, {"role": "user", "content": "Go on. "}]
-    with stock_server(model) as stock:
-        first = text(stock.chat(messages, max_tokens=20))
-        longer = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]
-        second = text(stock.chat(longer, max_tokens=20))
-    with blockpool_server(model, "--pool-bytes", "20MB", "--draft-model", str(draft)) as ours:
-        assert text(ours.chat(messages, max_tokens=20)) == first
+    messages = [
+        {"role": "system", "content": "Common to all. " * 30},
+        {"role": "user", "content": "Go on. "},
+    ]
+    with stock_server(wide_model) as stock:
+        first = text_of(stock.chat(messages, max_tokens=20))
+        longer = [
+            *messages,
+            {"role": "assistant", "content": first},
+            {"role": "user", "content": "And then?"},
+        ]
+        second = text_of(stock.chat(longer, max_tokens=20))
+    with blockpool_server(wide_model, "--pool-bytes", "20MB", "--draft-model", str(draft)) as ours:
+        assert text_of(ours.chat(messages, max_tokens=20)) == first
         answer = ours.chat(longer, max_tokens=20)
-        assert text(answer) == second
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 400
-        assert [text(ours.chat(messages, max_tokens=20)) for _ in range(2)] == [first] * 2
+        assert text_of(answer) == second
+        assert cached_tokens(answer["usage"]) > 400
+        assert [text_of(ours.chat(messages, max_tokens=20)) for _ in range(2)] == [first] * 2
         ours.settle()
         assert ours.send("/v1/cache")[1]["backend"] == "blockpool"
         known = ours.generator.model._drafted.draft
@@ -143,8 +177,12 @@ def test_a_draft_runs_on_pooled_caches_and_changes_no_reply(model: Path, tmp_pat
         assert not any(c.held for c in known.pool.settle())
 
 
-def test_the_report_compares_the_running_batch_with_a_padded_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three prompts that come together and are all computed before any goes on, so that they decode as one batch."""
+def test_the_report_compares_the_running_batch_with_a_padded_one(
+    wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts that come together and are all computed before any goes on, so that they
+    decode as one batch.
+    """
     reports: list[dict[str, Any]] = []
     prompts = ["a" * 100, "b" * 1500, "c" * 600]
     step = BlockPoolBatchEngine.next
@@ -158,9 +196,19 @@ def test_the_report_compares_the_running_batch_with_a_padded_one(model: Path, mo
         return events
 
     monkeypatch.setattr(BlockPoolBatchEngine, "next", reporting)
-    with blockpool_server(model, "--pool-bytes", "20MB", "--prefill-step-size", "128", "--decode-share", "0") as client:
-        at_once([lambda p=p: client.send("/v1/completions", {"prompt": p, "max_tokens": 12}) for p in prompts])
-        widest = max((r["batch"] for r in reports if r["batch"]), key=lambda batch: batch["padded"]["allocated"])
+    with blockpool_server(
+        wide_model, "--pool-bytes", "20MB", "--prefill-step-size", "128", "--decode-share", "0"
+    ) as client:
+        at_once(
+            [
+                lambda p=p: client.send("/v1/completions", {"prompt": p, "max_tokens": 12})
+                for p in prompts
+            ]
+        )
+        widest = max(
+            (r["batch"] for r in reports if r["batch"]),
+            key=lambda batch: batch["padded"]["allocated"],
+        )
         assert widest["padded"]["allocated"] > 1.5 * widest["pool"]["allocated"]
         assert widest["pool"]["waste_share"] < 0.25
         assert reports[-1]["engine"]["decode_steps"] > 0
@@ -169,11 +217,15 @@ def test_the_report_compares_the_running_batch_with_a_padded_one(model: Path, mo
 
 
 @pytest.mark.parametrize("name", only(["llama", "gemma3_text", "gpt_oss"], "gemma3_text"))
-def test_figures_may_be_taken_at_any_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_may_be_taken_at_any_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of a prompt caches hold less than its tokens."""
     monkeypatch.setattr(generator_module, "REPORT_SECONDS", -1)
     told: list[Any] = []
-    with blockpool_server(save_model(tmp_path / "model", name), "--prefill-step-size", "64") as server:
+    with blockpool_server(
+        save_model(tmp_path / "model", name), "--prefill-step-size", "64"
+    ) as server:
         report = LoadedModel.update_report
 
         def reporting(self: LoadedModel, *figures: Any) -> None:
@@ -181,6 +233,11 @@ def test_figures_may_be_taken_at_any_step(name: str, tmp_path: Path, monkeypatch
             told.append(self.report.get("batch"))
 
         monkeypatch.setattr(LoadedModel, "update_report", reporting)
-        jobs = [lambda n=n: server.chat([{"role": "user", "content": chr(65 + n) * 400 * n}], max_tokens=8) for n in (1, 2, 3)]
+        jobs = [
+            lambda n=n: server.chat(
+                [{"role": "user", "content": chr(65 + n) * 400 * n}], max_tokens=8
+            )
+            for n in (1, 2, 3)
+        ]
         at_once(jobs)
     assert len([batch for batch in told if batch is not None]) > 10

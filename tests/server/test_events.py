@@ -1,4 +1,6 @@
-"""GET /v1/cache/events: what a client of the stream gets to know, and that it makes a replica of the trie."""
+"""GET /v1/cache/events: what a client of the stream gets to know, and that it makes a replica of
+the trie.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +15,22 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from models import save_model
 from prefix.replica import Contents, contents_of
 
 from mlx_blockpool.config import AccessConfig
-from mlx_blockpool.server.jobs import run_on_generation_thread
-from mlx_blockpool.server.live import snapshot
-from mlx_blockpool.server.live.events import ModelLoading
-from mlx_blockpool.server.live.snapshot import Snapshots
-from server.serving import Client, at_once, blockpool_server
+from mlx_blockpool.server import jobs
+from mlx_blockpool.server.access import EventReaders, ReaderPlace, reader_client
+from mlx_blockpool.server.jobs import between_steps
+from mlx_blockpool.server.watch import event_log, snapshot
+from mlx_blockpool.server.watch.snapshot import BlocksSnapshots
+from server.serving import Client, at_once, blockpool_server, with_access
+
+pytestmark = pytest.mark.server(
+    "--pool-bytes 2MB --prefill-step-size 256", model="llama", is_stored=True
+)
 
 PATH = "/v1/cache/events"
 LONG = "There is a long story about a block. " * 16
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    store = str(tmp_path_factory.mktemp("store"))
-    with blockpool_server(model, "--pool-bytes", "2MB", "--prefill-step-size", "256", "--store-dir", store) as running:
-        yield running
 
 
 class Stream:
@@ -74,9 +68,15 @@ class Stream:
 def listening(server: Client, query: str = "", **headers: str) -> Iterator[Stream]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
-        connection.request("GET", PATH + query, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        connection.request(
+            "GET",
+            PATH + query,
+            headers={name.replace("_", "-"): value for name, value in headers.items()},
+        )
         response = connection.getresponse()
-        assert (response.status, response.headers["Content-Type"]) == (200, "text/event-stream"), response.read()
+        assert (response.status, response.headers["Content-Type"]) == (200, "text/event-stream"), (
+            response.read()
+        )
         assert response.readline().startswith(b":")
         yield Stream(response)
     finally:
@@ -94,7 +94,11 @@ def apply(contents: Contents, event: tuple[int, str, dict[str, Any]]) -> None:
             tier.clear()
     elif kind in ("blocks_stored", "blocks_removed"):
         hashes = set(map(bytes.fromhex, data["hashes"]))
-        (contents[data["tier"]].update if kind == "blocks_stored" else contents[data["tier"]].difference_update)(hashes)
+        (
+            contents[data["tier"]].update
+            if kind == "blocks_stored"
+            else contents[data["tier"]].difference_update
+        )(hashes)
 
 
 def test_the_life_of_a_request(server: Client) -> None:
@@ -111,8 +115,12 @@ def test_the_life_of_a_request(server: Client) -> None:
     assert ended["prompt_tokens"] == begun["prompt_tokens"] > 500
     assert (ended["reason"], ended["completion_tokens"]) == ("length", 3)
     assert 0 < ended["ttft"] <= ended["seconds"]
-    assert begun["prompt_tokens"] == next(d["total"] for kind, d in requests if kind == "request_progress")
-    stored = [data for _, kind, data in found if kind == "blocks_stored" and data["tier"] == "memory"]
+    assert begun["prompt_tokens"] == next(
+        d["total"] for kind, d in requests if kind == "request_progress"
+    )
+    stored = [
+        data for _, kind, data in found if kind == "blocks_stored" and data["tier"] == "memory"
+    ]
     assert sum(data["tokens"] for data in stored) >= 512
     numbers = [number for number, _, _ in found]
     assert numbers == sorted(set(numbers))
@@ -120,9 +128,14 @@ def test_the_life_of_a_request(server: Client) -> None:
 
 def work(server: Client) -> None:
     """Requests, of whose blocks the older half leaves the memory."""
-    at_once([lambda n=n: chat(server, f"{n % 3} {LONG * (1 + n % 2)}", f"agent {n % 4}") for n in range(6)])
+    at_once(
+        [
+            lambda n=n: chat(server, f"{n % 3} {LONG * (1 + n % 2)}", f"agent {n % 4}")
+            for n in range(6)
+        ]
+    )
     prefix = only_model(server).prefix
-    run_on_generation_thread(server.generator, lambda: prefix.trim_to(prefix.nbytes // 2))
+    between_steps(server.generator, lambda: prefix.trim_to(prefix.nbytes // 2))
 
 
 def only_model(server: Client) -> Any:
@@ -133,7 +146,9 @@ def only_model(server: Client) -> Any:
 def check_replica(server: Client, stream: Stream) -> set[str]:
     """A client that applies the events until now has what the trie has. Returns their kinds."""
     generator, index = server.generator, only_model(server).prefix.index
-    last, expected = run_on_generation_thread(generator, lambda: (generator.registry.log.end - 1, contents_of(index)))
+    last, expected = between_steps(
+        generator, lambda: (generator.registry.log.end - 1, contents_of(index))
+    )
     contents, kinds, number = {"memory": set[bytes](), "disk": set[bytes]()}, set[str](), 0
     while number < last:
         event = stream.next()
@@ -177,24 +192,31 @@ def test_a_client_that_comes_back_goes_on_behind_its_last_event(server: Client) 
 
 
 def test_a_snapshot_of_many_parts(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "AT_ONCE", 2)
-    monkeypatch.setattr(snapshot, "LONGEST", 3)
-    monkeypatch.setattr(server.generator, "snapshots", Snapshots(server.generator))
+    monkeypatch.setattr(snapshot, "BLOCKS_AT_ONCE", 2)
+    monkeypatch.setattr(jobs, "SLICE_SECONDS", -1.0)
+    monkeypatch.setattr(event_log, "LONGEST", 3)
+    monkeypatch.setattr(server.generator, "snapshots", BlocksSnapshots(server.generator))
     work(server)
     with listening(server, "?snapshot=1") as stream:
         chat(server, "One more.", "more")
         check_replica(server, stream)
 
 
-def test_clients_that_begin_at_the_same_time_share_a_snapshot(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_begin_at_the_same_time_share_a_snapshot(
+    server: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[Any] = []
-    held, snapshots = snapshot.held, Snapshots(server.generator)
-    monkeypatch.setattr(snapshot, "held", lambda generator: held(taken.append(generator) or generator))
+    stored_blocks, snapshots = snapshot.stored_blocks, BlocksSnapshots(server.generator)
+    monkeypatch.setattr(
+        snapshot,
+        "stored_blocks",
+        lambda generator: stored_blocks(taken.append(generator) or generator),
+    )
     monkeypatch.setattr(snapshot, "LEAST_SECONDS", 1000.0)
     monkeypatch.setattr(server.generator, "snapshots", snapshots)
     at_once([lambda: read_all(server) for _ in range(4)])
     chat(server, f"{LONG} Since.", "since")
-    expected = run_on_generation_thread(server.generator, lambda: contents_of(only_model(server).prefix.index))
+    expected = between_steps(server.generator, lambda: contents_of(only_model(server).prefix.index))
     with listening(server, "?snapshot=1") as stream:
         chat(server, "Last.", "last")
         found = stream.until("request_begun", agent="last")
@@ -203,7 +225,9 @@ def test_clients_that_begin_at_the_same_time_share_a_snapshot(server: Client, mo
         apply(contents, event)
     assert len(taken) == 1
     assert contents["memory"] == expected["memory"], "the events since the snapshot complete it"
-    assert [kind for _, kind, _ in found if kind.startswith("request")] == ["request_begun"], "earlier requests are not repeated"
+    assert [kind for _, kind, _ in found if kind.startswith("request")] == ["request_begun"], (
+        "earlier requests are not repeated"
+    )
 
 
 def read_all(server: Client) -> None:
@@ -217,7 +241,7 @@ def test_a_reader_that_does_not_follow_ends_while_events_keep_coming(server: Cli
 
     def append() -> None:
         while not has_ended.wait(0):
-            log.append("busy", ModelLoading())
+            log.append("busy", "model_loading", {})
 
     thread = threading.Thread(target=append)
     thread.start()
@@ -236,20 +260,116 @@ def test_many_clients_read_the_same(server: Client) -> None:
     assert all(events == found[0] for events in found)
 
 
-def test_there_is_room_for_so_many_clients(server: Client) -> None:
-    readers = server.generator.access.event_readers
-    for _ in range(AccessConfig.event_readers):
-        assert readers.acquire(timeout=30)
-    status, answer = server.send(PATH)
-    assert (status, "32 clients already read events" in answer["error"]) == (503, True)
-    for _ in range(AccessConfig.event_readers):
-        readers.release()
+# -- places of readers -----------------------------------------------------------------------------
+
+
+def test_as_many_clients_as_there_are_places_keep_out_the_next_one(server: Client) -> None:
+    with with_access(server) as access:
+        readers = access.event_readers
+        places = [readers.enter(f"client {number}") for number in range(AccessConfig.event_readers)]
+        status, answer = server.send(PATH)
+        assert (status, "32 clients already read events" in answer["error"]) == (503, True)
+        assert places[0] is not None
+        readers.leave(places[0])
+        with listening(server), listening(server):
+            # The second one has the first one's place, and none of another client.
+            assert not any(place is None or place.is_lost for place in places)
+
+
+def test_one_client_cannot_take_all_places(server: Client) -> None:
+    """All clients are on one machine and have no keys: the one that comes last gets in, and the
+    one that came first ends.
+    """
+    with with_access(server, event_readers=3), ExitStack() as stack:
+        streams = [stack.enter_context(listening(server)) for _ in range(3)]
+        newest = stack.enter_context(listening(server))
+        rest = streams[0].response.read().decode()
+        assert rest.endswith(": a newer reader has this place\nretry: 30000\n\n")
+        chat(server, f"{LONG} Places.", "places")
+        found = [stream.until("request_ended") for stream in (*streams[1:], newest)]
+        assert found[0] == found[1] == found[2]
+
+
+def test_a_key_keeps_its_share_whatever_another_key_opens(server: Client) -> None:
+    keys = (("ann", "key of ann"), ("bob", "key of bob"))
+    with with_access(server, event_readers=4, api_keys=keys), ExitStack() as stack:
+
+        def read(name: str) -> Stream:
+            return stack.enter_context(listening(server, x_api_key=f"key of {name}"))
+
+        anns, bobs = [read("ann") for _ in range(4)], [read("bob")]
+        assert anns[0].response.read().endswith(b"retry: 30000\n\n")
+        bobs.append(read("bob"))
+        assert anns[1].response.read().endswith(b"retry: 30000\n\n")
+        # Each has half of the places, and more readers of ann end those of ann alone.
+        for number in (2, 3):
+            anns.append(read("ann"))
+            assert anns[number].response.read().endswith(b"retry: 30000\n\n")
+        options = {"x-api-key": "key of bob"}
+        status, _ = server.send(
+            "/v1/completions", {"prompt": "Bob", "max_tokens": 1}, headers=options
+        )
+        assert status == 200
+        assert [stream.until("request_ended")[-1][1] for stream in bobs] == ["request_ended"] * 2
+
+
+def test_places_of_readers_are_shared_among_clients() -> None:
+    readers = EventReaders(4)
+    places: dict[str, list[ReaderPlace | None]] = {name: [] for name in "abcde"}
+
+    def enter(names: str) -> list[int]:
+        """Let readers enter, and return how many each client has then."""
+        for name in names:
+            places[name].append(readers.enter(name))
+        return [
+            sum(place is not None and not place.is_lost for place in own) for own in places.values()
+        ]
+
+    assert enter("aaaa") == [4, 0, 0, 0, 0]
+    assert enter("aab") == [3, 1, 0, 0, 0]
+    assert enter("bb") == [2, 2, 0, 0, 0], "a third one takes the place of its own client's first"
+    assert enter("c") == [1, 2, 1, 0, 0]
+    assert enter("d") == [1, 1, 1, 1, 0]
+    assert enter("eee") == [1, 1, 1, 1, 0]
+    assert enter("abcd") == [1, 1, 1, 1, 0]
+    assert places["a"][-1] is not None
+    # One that has lost its place gives none back.
+    readers.leave(places["a"][0] or places["a"][-1])
+    assert enter("e") == [1, 1, 1, 1, 0]
+    readers.leave(places["a"][-1])
+    assert enter("e") == [1, 1, 1, 1, 1]
+
+
+def test_which_readers_are_one_client() -> None:
+    own = {
+        reader_client(None, address)
+        for address in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")
+    }
+    assert own == {"this machine"}
+    assert (
+        reader_client(None, "192.0.2.1")
+        == reader_client(None, "::ffff:192.0.2.1")
+        != reader_client(None, "192.0.2.2")
+    )
+    assert (
+        reader_client(None, "fe80::1%eth0")
+        == reader_client(None, "fe80::2")
+        != reader_client(None, "2001:db8::1")
+    )
+    assert (
+        reader_client("ann", "127.0.0.1")
+        == reader_client("ann", "192.0.2.1")
+        != reader_client("bob", "127.0.0.1")
+    )
 
 
 @pytest.mark.parametrize("given", ["x", "-1", "1.5", "9" * 30, "²"])
 def test_a_bad_number_is_an_error_that_says_so(server: Client, given: str) -> None:
     status, answer = server.send(f"{PATH}?last_event_id={quote(given)}")
-    assert (status, answer["error"].startswith("Last-Event-ID: Input should be the id of an event")) == (400, True)
+    assert (
+        status,
+        answer["error"].startswith("Last-Event-ID: Input should be the id of an event"),
+    ) == (400, True)
 
 
 def test_the_headers_alone(server: Client) -> None:
@@ -276,23 +396,27 @@ def test_models_come_and_go(server: Client) -> None:
         chat(server, "Before.", "mover")
         stream.until("request_ended")
         assert server.send("/admin/unload", {"model": "default_model"})[0] == 200
-        gone = [kind for _, kind, _ in stream.until("model_unloaded") if not kind.startswith("blocks")]
+        gone = [
+            kind for _, kind, _ in stream.until("model_unloaded") if not kind.startswith("blocks")
+        ]
         chat(server, "After.", "mover")
         back = [kind for _, kind, _ in stream.until("request_ended")]
     assert gone == ["all_cleared", "model_unloaded"]
     come = [kind for kind in back if kind != "blocks_stored"]
     assert come[:3] == ["request_begun", "model_loading", "model_loaded"]
     assert come.index("request_started") < come.index("request_ended")
-    assert "blocks_stored" in back[: back.index("model_loaded")], "what is on disk is known with the model"
+    assert "blocks_stored" in back[: back.index("model_loaded")], (
+        "what is on disk is known with the model"
+    )
 
 
 def test_a_restore_is_told_with_its_tokens_and_bytes(server: Client) -> None:
     chat(server, f"{LONG} To be restored.", "restored")
     server.settle()
     prefix = only_model(server).prefix
-    run_on_generation_thread(server.generator, lambda: prefix.stored.write_tails())
+    between_steps(server.generator, lambda: prefix.stored.write_tails())
     assert prefix.stored.store.flush()
-    run_on_generation_thread(server.generator, lambda: prefix.trim_to(0))
+    between_steps(server.generator, lambda: prefix.trim_to(0))
     with listening(server) as stream:
         chat(server, f"{LONG} To be restored.", "restored")
         events = {kind: data for _, kind, data in stream.until("request_ended")}

@@ -1,4 +1,6 @@
-"""Every request can be asked why not more of it was cached: in headers, at an address of its own, and in one line of the log."""
+"""Every request can be asked why not more of it was cached: in headers, at an address of its
+own, and in one line of the log.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import json
 import logging
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,69 +15,107 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.prefix.lookup import Lookup
-from mlx_blockpool.server.explain import Asker, Explained, Explanation, Explanations, plain
+from mlx_blockpool.server.watch.divergence import Chat
+from mlx_blockpool.server.watch.explain import (
+    Explained,
+    Explanation,
+    ExplanationReader,
+    Explanations,
+    plain,
+)
 from server.serving import Client, blockpool_server
+
+pytestmark = pytest.mark.server("--pool-bytes 2MB --prefill-step-size 256", model="llama")
 
 EXPLAIN = "/v1/cache/explain"
 SESSION = "session id: {}; of 4711"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Client]:
-    with blockpool_server(model, "--pool-bytes", "2MB", "--prefill-step-size", "256") as running:
-        yield running
-
-
-def post(server: Client, path: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, str], bytes]:
+def post(
+    server: Client, path: str, body: dict[str, Any], **headers: str
+) -> tuple[int, dict[str, str], bytes]:
     """Status, headers by their lower names, and body of an answer."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", json.dumps(body).encode(), named)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}{path}", json.dumps(body).encode(), named
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, {name.lower(): value for name, value in answer.headers.items()}, answer.read()
+            return (
+                answer.status,
+                {name.lower(): value for name, value in answer.headers.items()},
+                answer.read(),
+            )
     except urllib.error.HTTPError as error:
-        return error.code, {name.lower(): value for name, value in error.headers.items()}, error.read()
+        return (
+            error.code,
+            {name.lower(): value for name, value in error.headers.items()},
+            error.read(),
+        )
 
 
 def chat(*texts: str, system: str = "", **options: Any) -> dict[str, Any]:
     roles = [{"role": "user", "content": text} for text in texts]
-    return {"messages": ([{"role": "system", "content": system}] if system else []) + roles, "max_tokens": 2, **options}
+    return {
+        "messages": ([{"role": "system", "content": system}] if system else []) + roles,
+        "max_tokens": 2,
+        **options,
+    }
 
 
-def explained(server: Client, body: dict[str, Any], path: str = "/v1/chat/completions", **headers: str) -> dict[str, Any]:
+def explained(
+    server: Client, body: dict[str, Any], path: str = "/v1/chat/completions", **headers: str
+) -> dict[str, Any]:
     """What its agent is told of a request, once it is answered."""
     _, told, _ = post(server, path, body, **headers)
-    status, found = server.send(f"{EXPLAIN}/{told['x-request-id']}", headers={"X-Agent-Id": body.get("prompt_cache_key", "")})
+    status, found = server.send(
+        f"{EXPLAIN}/{told['x-request-id']}",
+        headers={"X-Agent-Id": body.get("prompt_cache_key", "")},
+    )
     assert status == 200
     return found  # type: ignore[no-any-return]
 
 
-# -- causes ------------------------------------------------------------------------------------------------------------
+# -- causes ----------------------------------------------------------------------------------------
 
 
 def test_a_first_and_a_second_time(server: Client) -> None:
     body = {"prompt": "Nobody has begun like this. " * 9, "max_tokens": 2}
     first, second = (explained(server, body, "/v1/completions") for _ in range(2))
-    assert (first["cause"], first["cached_tokens"], first["known_tokens"], first["state"]) == ("new", 0, 0, "started")
+    assert (first["cause"], first["cached_tokens"], first["known_tokens"], first["state"]) == (
+        "new",
+        0,
+        0,
+        "started",
+    )
     assert first["why"] == "0 of 252 tokens cached: nothing with this beginning was seen before"
-    assert (second["cause"], second["cached_tokens"], second["prompt_tokens"], second["difference"]) == ("all", 251, 252, None)
-    assert (second["path"], second["model"], second["agent"]) == ("/v1/completions", server.generator.model_provider.name, None)
+    assert (
+        second["cause"],
+        second["cached_tokens"],
+        second["prompt_tokens"],
+        second["difference"],
+    ) == ("all", 251, 252, None)
+    assert (second["path"], second["model"], second["agent"]) == (
+        "/v1/completions",
+        server.generator.model_provider.name,
+        None,
+    )
 
 
 def test_the_lines_that_differ_and_what_would_keep_them(server: Client) -> None:
     rest = "You look things up.\n" * 12
     before, after = (
-        chat("Go.", system=f"Be brief.\n{SESSION.format(c)}\n{rest}", prompt_cache_key="liner") for c in ("a0c1", "b1f2")
+        chat("Go.", system=f"Be brief.\n{SESSION.format(c)}\n{rest}", prompt_cache_key="liner")
+        for c in ("a0c1", "b1f2")
     )
     post(server, "/v1/chat/completions", before)
     found = explained(server, after)
     told = found["difference"]
-    assert (found["cause"], told["line"], told["known_line"]) == ("differs", SESSION.format("b1f2"), SESSION.format("a0c1"))
+    assert (found["cause"], told["line"], told["known_line"]) == (
+        "differs",
+        SESSION.format("b1f2"),
+        SESSION.format("a0c1"),
+    )
     same = len("<|im_start|>system\nBe brief.\n" + SESSION[: SESSION.index("{")])
     at = same - len("<|im_start|>") + 1
     assert (told["position"], told["normaliser"], found["cached_tokens"]) == (at, "bookkeeping", at)
@@ -92,39 +131,61 @@ def test_what_no_normaliser_keeps_is_not_said_to_be_kept(server: Client) -> None
         for value in ("one", "two"):
             text = f"{cause} says:\n{of.format(value)}\nGo on. " * 3
             found = explained(server, chat("Go.", system=text) if cause == "system" else chat(text))
-        assert (found["difference"]["line"], found["difference"]["normaliser"]) == (of.format("two"), None)
+        assert (found["difference"]["line"], found["difference"]["normaliser"]) == (
+            of.format("two"),
+            None,
+        )
         assert "--normalise" not in found["why"]
 
 
 def test_a_date_and_a_long_line(server: Client) -> None:
     rest = "Work.\n" * 9
     for day in ("2026-03-01", "2026-03-02"):
-        found = explained(server, chat("Hi.", system=f"Agent of dates.\nToday's date is {day}.\n{rest}"))
-    assert (found["difference"]["normaliser"], found["difference"]["line"]) == ("date", "Today's date is 2026-03-02.")
+        found = explained(
+            server, chat("Hi.", system=f"Agent of dates.\nToday's date is {day}.\n{rest}")
+        )
+    assert (found["difference"]["normaliser"], found["difference"]["line"]) == (
+        "date",
+        "Today's date is 2026-03-02.",
+    )
     for word in ("left", "right"):
-        body = {"prompt": "long " * 60 + word + " on" * 200, "max_tokens": 1, "prompt_cache_key": "long"}
+        body = {
+            "prompt": "long " * 60 + word + " on" * 200,
+            "max_tokens": 1,
+            "prompt_cache_key": "long",
+        }
         found = explained(server, body, "/v1/completions")
     lines = found["difference"]["line"], found["difference"]["known_line"]
-    assert all(line.startswith("... ") and line.endswith(" ...") and len(line) < 210 for line in lines)
+    assert all(
+        line.startswith("... ") and line.endswith(" ...") and len(line) < 210 for line in lines
+    )
     assert ["left" in line for line in lines] == [False, True]
 
 
 def test_a_longer_prompt_and_an_evicted_one(server: Client) -> None:
     begun = "This goes on and on. " * 20
     post(server, "/v1/completions", {"prompt": begun, "max_tokens": 1})
-    longer = explained(server, {"prompt": begun + "And further. " * 30, "max_tokens": 1}, "/v1/completions")
+    longer = explained(
+        server, {"prompt": begun + "And further. " * 30, "max_tokens": 1}, "/v1/completions"
+    )
     assert longer["cause"] in ("longer", "differs")
     assert longer["cached_tokens"] >= len(begun)
     for i in range(4):
         post(server, "/v1/completions", {"prompt": f"{i} pushes it out. " * 70, "max_tokens": 1})
-    gone = explained(server, {"prompt": begun + "And further. " * 30, "max_tokens": 1}, "/v1/completions")
+    gone = explained(
+        server, {"prompt": begun + "And further. " * 30, "max_tokens": 1}, "/v1/completions"
+    )
     assert (gone["cause"], gone["cached_tokens"]) == ("evicted", 0)
 
 
 def test_a_window_without_a_checkpoint_tells_where_the_prompts_part(tmp_path: Path) -> None:
     with blockpool_server(save_model(tmp_path, "gemma3_text"), "--pool-bytes", "8MB") as windowed:
         for word in ("one", "two"):
-            prompt = "A window forgets what it has seen. " * 20 + f"\nIt is {word}.\n" + "Then it goes on. " * 30
+            prompt = (
+                "A window forgets what it has seen. " * 20
+                + f"\nIt is {word}.\n"
+                + "Then it goes on. " * 30
+            )
             found = explained(windowed, {"prompt": prompt, "max_tokens": 1}, "/v1/completions")
         assert (found["cause"], found["difference"]["line"]) == ("no checkpoint", "It is two.")
         assert found["cached_tokens"] < found["known_tokens"] == found["difference"]["position"]
@@ -133,22 +194,32 @@ def test_a_window_without_a_checkpoint_tells_where_the_prompts_part(tmp_path: Pa
 def test_what_comes_from_disk_and_what_was_computed_elsewhere(model: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", "llama", seed=1)
     body = chat("The agent talks about birds. " * 30, prompt_cache_key="scout")
-    with blockpool_server(model, "--store-dir", str(tmp_path / "store"), "--pool-bytes", "8MB") as first:
+    with blockpool_server(
+        model, "--store-dir", str(tmp_path / "store"), "--pool-bytes", "8MB"
+    ) as first:
         post(first, "/v1/chat/completions", body)
         first.settle()
-    with blockpool_server(model, "--store-dir", str(tmp_path / "store"), "--pool-bytes", "8MB") as again:
+    with blockpool_server(
+        model, "--store-dir", str(tmp_path / "store"), "--pool-bytes", "8MB"
+    ) as again:
         found = explained(again, body)
         assert found["restored_tokens"] > 0
         assert found["restored_tokens"] <= found["cached_tokens"] == found["prompt_tokens"] - 1
         again.settle()
-    with blockpool_server(other, "--store-dir", str(tmp_path / "store"), "--pool-bytes", "8MB") as swapped:
+    with blockpool_server(
+        other, "--store-dir", str(tmp_path / "store"), "--pool-bytes", "8MB"
+    ) as swapped:
         found = explained(swapped, body)
-        assert (found["cause"], found["agent"], found["cached_tokens"]) == ("other namespace", "scout", 0)
+        assert (found["cause"], found["agent"], found["cached_tokens"]) == (
+            "other namespace",
+            "scout",
+            0,
+        )
         assert f"was with {model.name}" in found["why"]
         assert explained(swapped, chat("Nobody knows me."))["elsewhere"] is None
 
 
-# -- headers and the log -----------------------------------------------------------------------------------------------
+# -- headers and the log ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -169,9 +240,14 @@ def test_headers_tell_the_request_and_its_cache(server: Client, path: str, strea
     assert told["x-cache-why"].isprintable()
 
 
-def test_requests_that_run_alone_are_explained_too(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_run_alone_are_explained_too(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Behind a draft model requests do not go through the engine."""
-    with blockpool_server(model, "--draft-model", str(model), "--pool-bytes", "8MB") as drafted, caplog.at_level(logging.INFO):
+    with (
+        blockpool_server(model, "--draft-model", str(model), "--pool-bytes", "8MB") as drafted,
+        caplog.at_level(logging.INFO),
+    ):
         body = chat("A draft goes ahead. " * 20, stream=True)
         post(drafted, "/v1/chat/completions", body)
         _, told, _ = post(drafted, "/v1/chat/completions", body, X_Explain="true")
@@ -200,46 +276,82 @@ def test_a_refused_request_is_explained(server: Client) -> None:
 
 
 def test_counting_tokens_is_no_request_to_explain(server: Client) -> None:
-    _, told, _ = post(server, "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]})
+    _, told, _ = post(
+        server, "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}
+    )
     assert server.send(f"{EXPLAIN}/{told['x-request-id']}")[0] == 404
 
 
-def test_one_line_of_the_log_for_each_request(server: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_of_the_log_for_each_request(
+    server: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         for text in ("The log\nhas one line of Ann.", "The log\nhas one line of Bob."):
             _, told, _ = post(server, "/v1/chat/completions", chat(text, prompt_cache_key="logger"))
         _, refused, _ = post(server, "/v1/completions", {"prompt": ""})
-    lines = [r.getMessage() for r in caplog.records if told["x-request-id"] in r.getMessage() and r.levelno == logging.INFO]
+    lines = [
+        r.getMessage()
+        for r in caplog.records
+        if told["x-request-id"] in r.getMessage() and r.levelno == logging.INFO
+    ]
     assert len(lines) == 1
-    for part in ("logger", "differs", "of Ann.", "of Bob.", "tokens cached", server.generator.model_provider.name):
+    for part in (
+        "logger",
+        "differs",
+        "of Ann.",
+        "of Bob.",
+        "tokens cached",
+        server.generator.model_provider.name,
+    ):
         assert part in lines[0]
     assert "\n" not in lines[0]
     assert sum(refused["x-request-id"] in r.getMessage() for r in caplog.records) == 1
 
 
 def test_what_comes_from_disk_is_told_before_it_is_there(server: Client) -> None:
-    asked = Explained(Explanation("req_1", 0.0, "/", "m", None), server.generator.normalisers, (), [])
-    assert asked.now.headers(True) == {"X-Cache-Cause": "waiting", "X-Cache-Why": "it waits to start"}
+    asked = Explained(
+        Explanation("req_1", 0.0, "/", "m", None), Chat([], server.generator.normalisers, ())
+    )
+    assert asked.now.headers(True) == {
+        "X-Cache-Cause": "waiting",
+        "X-Cache-Why": "it waits to start",
+    }
     asked.restore("llama", 5020, 4812)
     assert asked.now.headers(False) == {"X-Cache-Tokens": "restoring"}
-    assert asked.now.headers(True)["X-Cache-Why"] == "4,812 of 5,020 tokens are being restored from disk"
+    assert (
+        asked.now.headers(True)["X-Cache-Why"]
+        == "4,812 of 5,020 tokens are being restored from disk"
+    )
     lookup = Lookup(5020, 4812, 4812, "longer", restored=4608)
-    asked.start("llama", None, None, range(5020), 4812, lookup)
+    asked.start(server.generator.model, b"", range(5020), 4812, lookup)
     assert asked.now.headers(False) == {"X-Cache-Tokens": "4812/5020"}
-    assert asked.now.why.startswith("4,812 of 5,020 tokens cached (4,608 of them restored from disk): the prompt continues")
+    assert asked.now.why.startswith(
+        "4,812 of 5,020 tokens cached (4,608 of them restored from disk): the prompt continues"
+    )
     asked.fail(RuntimeError("no\nmore"))
-    assert (asked.now.state, asked.now.cached_tokens, asked.now.why[-21:]) == ("failed", 4812, "; it failed: no\\nmore")
+    assert (asked.now.state, asked.now.cached_tokens, asked.now.why[-21:]) == (
+        "failed",
+        4812,
+        "; it failed: no\\nmore",
+    )
 
 
-# -- whose text it is --------------------------------------------------------------------------------------------------
+# -- whose text it is ------------------------------------------------------------------------------
 
 SECRET = "Notes.\nThe password of the safe is hunter{}.\nKeep it."
 
 
 @pytest.mark.parametrize("name", ["guesser", None])
-def test_known_text_of_others_is_told_nobody(server: Client, name: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever is guessed: the place and the own line, in headers, by the id and in the list; the log has both."""
-    mine, named = chat(f"{name}\n" + SECRET.format("2, and nothing else"), user="owner"), {} if name is None else {"user": name}
+def test_known_text_of_others_is_told_nobody(
+    server: Client, name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is guessed: the place and the own line, in headers, by the id and in the list;
+    the log has both.
+    """
+    mine, named = (
+        chat(f"{name}\n" + SECRET.format("2, and nothing else"), user="owner"),
+        {} if name is None else {"user": name},
+    )
     post(server, "/v1/chat/completions", mine)
     with caplog.at_level(logging.INFO):
         guess = chat(f"{name}\n" + SECRET.format("3?"), **named)
@@ -254,7 +366,9 @@ def test_known_text_of_others_is_told_nobody(server: Client, name: str | None, c
         assert "hunter2" not in json.dumps(answer)
     assert any("hunter2" in record.getMessage() for record in caplog.records)
     # Its own last turn is its own.
-    again = post(server, "/v1/chat/completions", mine | chat(f"{name}\n" + SECRET.format("4")), X_Explain="1")[1]
+    again = post(
+        server, "/v1/chat/completions", mine | chat(f"{name}\n" + SECRET.format("4")), X_Explain="1"
+    )[1]
     assert "hunter2, and nothing else" in again["x-cache-why"]
 
 
@@ -267,7 +381,9 @@ def test_of_several_ways_on_an_agent_is_told_its_own(server: Client) -> None:
 
 
 @pytest.mark.parametrize("user", ["ann", None])
-def test_others_see_figures_of_a_request_and_nothing_that_it_says(server: Client, user: str | None) -> None:
+def test_others_see_figures_of_a_request_and_nothing_that_it_says(
+    server: Client, user: str | None
+) -> None:
     named = {} if user is None else {"user": user}
     post(server, "/v1/chat/completions", chat(f"A secret question of {user}", **named))
     _, told, _ = post(server, "/v1/chat/completions", chat(f"A secret quest of {user}", **named))
@@ -282,7 +398,7 @@ def test_others_see_figures_of_a_request_and_nothing_that_it_says(server: Client
             assert (found["difference"]["line"], found["difference"]["known_line"]) == ("", None)
 
 
-# -- the list ----------------------------------------------------------------------------------------------------------
+# -- the list --------------------------------------------------------------------------------------
 
 
 def test_the_last_requests_newest_first(server: Client) -> None:
@@ -290,7 +406,15 @@ def test_the_last_requests_newest_first(server: Client) -> None:
     ids = [post(server, "/v1/completions", body)[1]["x-request-id"] for body in bodies]
     status, found = server.send(f"{EXPLAIN}/?x=1")
     assert (status, [request["id"] for request in found["requests"]]) == (200, ids[:1:-1])
-    assert set(found["requests"][0]) >= {"time", "agent", "model", "prompt_tokens", "cached_tokens", "cause", "why"}
+    assert set(found["requests"][0]) >= {
+        "time",
+        "agent",
+        "model",
+        "prompt_tokens",
+        "cached_tokens",
+        "cause",
+        "why",
+    }
 
 
 def test_an_unknown_request_is_404(server: Client) -> None:
@@ -304,9 +428,20 @@ def test_an_unknown_request_is_404(server: Client) -> None:
 def test_the_oldest_are_forgotten(server: Client) -> None:
     kept = Explanations(3)
     for i in range(5):
-        kept.add(Explained(Explanation(f"req_{i}", 0.0, "/", "m", None), server.generator.normalisers, (), []))
-    assert [explanation.id for explanation in kept.latest(9, Asker())] == ["", "", ""]
-    assert [kept.get(f"req_{i}", Asker()) is not None for i in range(5)] == [False, False, True, True, True]
+        kept.add(
+            Explained(
+                Explanation(f"req_{i}", 0.0, "/", "m", None),
+                Chat([], server.generator.normalisers, ()),
+            )
+        )
+    assert [explanation.id for explanation in kept.latest(9, ExplanationReader())] == ["", "", ""]
+    assert [kept.get(f"req_{i}", ExplanationReader()) is not None for i in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_text_for_a_line() -> None:

@@ -1,4 +1,6 @@
-"""The forms that bodies of every protocol ask for: what is taken, and errors that name keyword and place. Without a model."""
+"""The forms that bodies of every protocol ask for: what is taken, and errors that name keyword
+and place. Without a model.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ import pytest
 
 from mlx_blockpool.config import FormConfig
 from mlx_blockpool.errors import FormError
-from mlx_blockpool.forms.wanted import Wanted, WantedTool
+from mlx_blockpool.forms.output_format import OutputFormat, ToolFormat
 from mlx_blockpool.server.api import anthropic_request, ollama_request, responses_request
-from mlx_blockpool.server.api.completions import ChatBody, TextBody
+from mlx_blockpool.server.api.completions_request import ChatBody, TextBody
 from mlx_blockpool.server.api.errors import anthropic_status, openai_answer
-from mlx_blockpool.server.api.responses_kept import KeptResponses
 from mlx_blockpool.server.bodies import InvalidRequestError
+from mlx_blockpool.server.forms import unkept_by
+from mlx_blockpool.server.kept_responses import KeptResponses
 from mlx_blockpool.server.validation import validated
 
 OPTIONS = Namespace(
@@ -31,7 +34,11 @@ OPTIONS = Namespace(
     use_default_chat_template=False,
 )
 SAID = [{"role": "user", "content": "Hello"}]
-PET: dict[str, Any] = {"type": "object", "properties": {"legs": {"type": "integer"}}, "required": ["legs"]}
+PET: dict[str, Any] = {
+    "type": "object",
+    "properties": {"legs": {"type": "integer"}},
+    "required": ["legs"],
+}
 BAD: dict[str, Any] = {"type": "object", "properties": {"legs": {"anyOf": [{"not": {"const": 3}}]}}}
 
 
@@ -52,23 +59,26 @@ def anthropic(**body: Any) -> Any:
 
 
 def ollama(**body: Any) -> Any:
-    _, parsed = ollama_request.parse_chat({"messages": SAID, **body}, OPTIONS)
-    assert parsed is not None
-    return parsed.request
+    return ollama_request.parse_chat({"messages": SAID, **body}, OPTIONS).request
 
 
 def generate(**body: Any) -> Any:
-    _, parsed = ollama_request.parse_generate({"prompt": "Hello", **body}, OPTIONS)
-    assert parsed is not None
-    return parsed.request
+    return ollama_request.parse_generate({"prompt": "Hello", **body}, OPTIONS).request
 
 
 def of_chat(schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "Pet", "strict": True, "schema": schema}}}
+    return {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "Pet", "strict": True, "schema": schema},
+        }
+    }
 
 
 def of_responses(schema: Any) -> dict[str, Any]:
-    return {"text": {"format": {"type": "json_schema", "name": "Pet", "strict": True, "schema": schema}}}
+    return {
+        "text": {"format": {"type": "json_schema", "name": "Pet", "strict": True, "schema": schema}}
+    }
 
 
 def of_anthropic(schema: Any) -> dict[str, Any]:
@@ -76,32 +86,66 @@ def of_anthropic(schema: Any) -> dict[str, Any]:
 
 
 ANY = {"type": "object"}
+# As PET is kept: what a schema does not name is not written.
+CLOSED = {
+    "type": "object",
+    "properties": PET["properties"],
+    "additionalProperties": False,
+    "required": PET["required"],
+}
 
 
 @pytest.mark.parametrize(
     ("parse", "body", "place", "schema"),
     [
-        (chat, of_chat(PET), "response_format.json_schema.schema", PET),
+        (chat, of_chat(PET), "response_format.json_schema.schema", CLOSED),
         (chat, {"response_format": {"type": "json_object"}}, "response_format", ANY),
-        (chat, {"response_format": {"type": "json_object", "schema": PET}}, "response_format.schema", PET),
-        (chat, {"structured_outputs": {"json": PET}}, "structured_outputs.json", PET),
-        (chat, {"structured_outputs": {"json": json.dumps(PET)}}, "structured_outputs.json", PET),
-        (chat, {"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", ANY),
-        (chat, {"guided_json": PET, "response_format": {"type": "text"}}, "guided_json", PET),
-        (text, {"guided_json": json.dumps(PET)}, "guided_json", PET),
-        (text, of_chat(PET), "response_format.json_schema.schema", PET),
-        (chat, {"json_schema": PET, "grammar": ""}, "json_schema", PET),
-        (responses, of_responses(PET), "text.format.schema", PET),
-        (responses, {"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, "text.format", ANY),
-        (anthropic, of_anthropic(PET), "output_config.format.schema", PET),
-        (anthropic, {"output_format": {"type": "json_schema", "schema": PET}}, "output_format.schema", PET),
-        (ollama, {"format": PET}, "format", PET),
+        (
+            chat,
+            {"response_format": {"type": "json_object", "schema": PET}},
+            "response_format.schema",
+            CLOSED,
+        ),
+        (chat, {"structured_outputs": {"json": PET}}, "structured_outputs.json", CLOSED),
+        (
+            chat,
+            {"structured_outputs": {"json": json.dumps(PET)}},
+            "structured_outputs.json",
+            CLOSED,
+        ),
+        (
+            chat,
+            {"structured_outputs": {"json_object": True}},
+            "structured_outputs.json_object",
+            ANY,
+        ),
+        (chat, {"guided_json": PET, "response_format": {"type": "text"}}, "guided_json", CLOSED),
+        (text, {"guided_json": json.dumps(PET)}, "guided_json", CLOSED),
+        (text, of_chat(PET), "response_format.json_schema.schema", CLOSED),
+        (chat, {"json_schema": PET, "grammar": ""}, "json_schema", CLOSED),
+        (responses, of_responses(PET), "text.format.schema", CLOSED),
+        (
+            responses,
+            {"text": {"format": {"type": "json_object"}, "verbosity": "low"}},
+            "text.format",
+            ANY,
+        ),
+        (anthropic, of_anthropic(PET), "output_config.format.schema", CLOSED),
+        (
+            anthropic,
+            {"output_format": {"type": "json_schema", "schema": PET}},
+            "output_format.schema",
+            CLOSED,
+        ),
+        (ollama, {"format": PET}, "format", CLOSED),
         (ollama, {"format": "json"}, "format", ANY),
-        (generate, {"format": PET}, "format", PET),
-        (generate, {"format": PET, "raw": True}, "format", PET),
+        (generate, {"format": PET}, "format", CLOSED),
+        (generate, {"format": PET, "raw": True}, "format", CLOSED),
     ],
 )
-def test_schemas_are_parsed_out_of_every_protocol(parse: Any, body: Any, place: str, schema: Any) -> None:
+def test_schemas_are_parsed_out_of_every_protocol(
+    parse: Any, body: Any, place: str, schema: Any
+) -> None:
     form = parse(**body).form
     assert (form.kind, form.place) == ("json", place)
     assert json.loads(form.text) == schema
@@ -114,17 +158,28 @@ def test_expressions_choices_and_grammars_are_vllms(parse: Any) -> None:
     written = {"choice": '["b", "a"]'}
     for kind, value in values.items():
         expected = written.get(kind, value)
-        assert parse(**{f"guided_{kind}": value}).form == Wanted(kind, expected, f"guided_{kind}")  # type: ignore[arg-type]
-        found = parse(structured_outputs={kind: value, "whitespace_pattern": " ", "json_object": False}).form
-        assert found == Wanted(kind, expected, f"structured_outputs.{kind}")  # type: ignore[arg-type]
-    assert parse(grammar='root ::= "a"').form == Wanted("grammar", 'root ::= "a"', "grammar")
+        assert parse(**{f"guided_{kind}": value}).form == OutputFormat(
+            kind, expected, f"guided_{kind}"
+        )  # type: ignore[arg-type]
+        found = parse(
+            structured_outputs={kind: value, "whitespace_pattern": " ", "json_object": False}
+        ).form
+        assert found == OutputFormat(kind, expected, f"structured_outputs.{kind}")  # type: ignore[arg-type]
+    assert parse(grammar='root ::= "a"').form == OutputFormat("grammar", 'root ::= "a"', "grammar")
 
 
 @pytest.mark.parametrize(
     ("parse", "body"),
     [
         (chat, {}),
-        (chat, {"response_format": {"type": "text"}, "structured_outputs": {"json_object": False}, "guided_json": None}),
+        (
+            chat,
+            {
+                "response_format": {"type": "text"},
+                "structured_outputs": {"json_object": False},
+                "guided_json": None,
+            },
+        ),
         (text, {"structured_outputs": None}),
         (text, {"json_schema": None, "grammar": ""}),
         (responses, {"text": {"verbosity": "low", "format": None}}),
@@ -147,7 +202,12 @@ LEGS = "properties.legs.anyOf"
     ("parse", "body", "place", "words"),
     [
         (chat, of_chat(BAD), f"response_format.json_schema.schema.{LEGS}[0].not", "not"),
-        (chat, {"structured_outputs": {"json": BAD}}, f"structured_outputs.json.{LEGS}[0].not", "not"),
+        (
+            chat,
+            {"structured_outputs": {"json": BAD}},
+            f"structured_outputs.json.{LEGS}[0].not",
+            "not",
+        ),
         (text, {"guided_json": json.dumps(BAD)}, f"guided_json.{LEGS}[0].not", "not"),
         (responses, of_responses(BAD), f"text.format.schema.{LEGS}[0].not", "not"),
         (anthropic, of_anthropic(BAD), f"output_config.format.schema.{LEGS}.0.not", "not"),
@@ -160,7 +220,12 @@ LEGS = "properties.legs.anyOf"
             "response_format.type",
             "'text' or 'json_object' or 'json_schema'; found 'structural_tag'",
         ),
-        (chat, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Field required"),
+        (
+            chat,
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "Field required",
+        ),
         (chat, of_chat(None), "response_format.json_schema.schema", "Field required"),
         (chat, of_chat("{}"), "response_format.json_schema.schema", "valid dictionary"),
         (
@@ -169,17 +234,37 @@ LEGS = "properties.legs.anyOf"
             "structured_outputs.structural_tag",
             "name the form of the whole",
         ),
-        (chat, {"structured_outputs": {"json": "{"}}, "structured_outputs.json", "or its JSON as text: Expecting"),
-        (chat, {"guided_json": "[" * 100_000}, "guided_json", "or its JSON as text: maximum recursion"),
+        (
+            chat,
+            {"structured_outputs": {"json": "{"}},
+            "structured_outputs.json",
+            "or its JSON as text: Expecting",
+        ),
+        (
+            chat,
+            {"guided_json": "[" * 100_000},
+            "guided_json",
+            "or its JSON as text: maximum recursion",
+        ),
         (chat, {"guided_json": "[1]"}, "guided_json", ""),
-        (chat, {"guided_json": " " * (FormConfig.schema_bytes + 1)}, "guided_json", "262,144 bytes; this one has 262,145"),
+        (
+            chat,
+            {"guided_json": " " * (FormConfig.schema_bytes + 1)},
+            "guided_json",
+            "262,144 bytes; this one has 262,145",
+        ),
         (
             text,
             {"guided_choice": ["b", "a" * (FormConfig.forced_bytes + 1)]},
             "guided_choice",
             "20,000 bytes; this one has 20,001",
         ),
-        (text, {"guided_regex": "a" * (FormConfig.text_bytes + 1)}, "guided_regex", "65,536 bytes; this one has 65,537"),
+        (
+            text,
+            {"guided_regex": "a" * (FormConfig.text_bytes + 1)},
+            "guided_regex",
+            "65,536 bytes; this one has 65,537",
+        ),
         (text, {"guided_grammar": "\ud800"}, "guided_grammar", "half of a surrogate pair"),
         (chat, {"json_schema": PET, "grammar": 'root ::= "a"'}, "grammar", "json_schema names one"),
         (text, {"guided_choice": ["a", "\ud800"]}, "guided_choice", "half of a surrogate pair"),
@@ -193,21 +278,48 @@ LEGS = "properties.legs.anyOf"
             "guided_regex",
             "a reply has one form, and response_format names one; leave one of them out",
         ),
-        (chat, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "structured_outputs.regex"),
-        (responses, {"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Field required"),
-        (responses, {"text": {"format": {"type": "grammar"}}}, "text.format.type", "found 'grammar'"),
-        (anthropic, {"output_format": {"type": "json_object"}}, "output_format.type", "Input should be 'json_schema'"),
+        (
+            chat,
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs.choice",
+            "structured_outputs.regex",
+        ),
+        (
+            responses,
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+            "Field required",
+        ),
+        (
+            responses,
+            {"text": {"format": {"type": "grammar"}}},
+            "text.format.type",
+            "found 'grammar'",
+        ),
+        (
+            anthropic,
+            {"output_format": {"type": "json_object"}},
+            "output_format.type",
+            "Input should be 'json_schema'",
+        ),
         (
             anthropic,
             {**of_anthropic(PET), "output_format": {"type": "json_schema", "schema": PET}},
             "output_format.schema",
             "output_config.format.schema names one",
         ),
-        (ollama, {"format": "yaml"}, "format", "Input should be 'json' or a JSON schema; found 'yaml'"),
+        (
+            ollama,
+            {"format": "yaml"},
+            "format",
+            "Input should be 'json' or a JSON schema; found 'yaml'",
+        ),
         (ollama, {"format": 7}, "format", "valid dictionary; found 7"),
     ],
 )
-def test_errors_name_the_place_as_the_protocol_writes_it(parse: Any, body: Any, place: str, words: str) -> None:
+def test_errors_name_the_place_as_the_protocol_writes_it(
+    parse: Any, body: Any, place: str, words: str
+) -> None:
     with pytest.raises((FormError, InvalidRequestError)) as error:
         parse(**body)
     if parse is anthropic:
@@ -220,7 +332,7 @@ def test_errors_name_the_place_as_the_protocol_writes_it(parse: Any, body: Any, 
     assert words in message.partition(": ")[2]
 
 
-# -- tools -------------------------------------------------------------------------------------------------------------
+# -- tools -----------------------------------------------------------------------------------------
 
 
 def openai_tool(name: str, strict: Any = None, schema: Any = PET) -> dict[str, Any]:
@@ -238,22 +350,32 @@ def anthropic_tool(name: str, strict: Any = None, schema: Any = PET) -> dict[str
 TOOLS: Any = [
     pytest.param(chat, openai_tool, "tools[{}].function.parameters", "required", id="chat"),
     pytest.param(responses, responses_tool, "tools[{}].parameters", "required", id="responses"),
-    pytest.param(anthropic, anthropic_tool, "tools.{}.input_schema", {"type": "any"}, id="anthropic"),
+    pytest.param(
+        anthropic, anthropic_tool, "tools.{}.input_schema", {"type": "any"}, id="anthropic"
+    ),
     pytest.param(ollama, openai_tool, "tools[{}].function.parameters", None, id="ollama"),
 ]
 
 
 @pytest.mark.parametrize(("parse", "tool", "place", "must"), TOOLS)
-def test_calls_are_held_to_schemas_where_a_tool_is_strict(parse: Any, tool: Any, place: str, must: Any) -> None:
-    pet = json.dumps(PET, separators=(",", ":"))
+def test_calls_are_held_to_schemas_where_a_tool_is_strict(
+    parse: Any, tool: Any, place: str, must: Any
+) -> None:
+    pet = json.dumps(CLOSED, separators=(",", ":"))
     held = parse(tools=[tool("a"), tool("b", strict=True), tool("c", schema=BAD)]).held
-    free = '{"type":"object","properties":{"legs":true}}'
-    assert held == (WantedTool("a", pet, None), WantedTool("b", pet, place.format(1)), WantedTool("c", free, None))
+    free = '{"type":"object","properties":{"legs":true},"additionalProperties":false}'
+    assert held == (
+        ToolFormat("a", pet, None),
+        ToolFormat("b", pet, place.format(1)),
+        ToolFormat("c", free, None),
+    )
     assert parse(tools=[tool("a"), tool("b", strict=False)]).held == ()
     with pytest.raises(FormError) as error:
         parse(tools=[tool("a"), tool("b", strict=True, schema=BAD)])
     message = anthropic_status(error.value)[1] if parse is anthropic else str(error.value)
-    assert message.startswith(place.format(1) + f".{LEGS}" + (".0.not" if parse is anthropic else "[0].not") + ": ")
+    assert message.startswith(
+        place.format(1) + f".{LEGS}" + (".0.not" if parse is anthropic else "[0].not") + ": "
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,20 +387,29 @@ def test_calls_are_held_to_schemas_where_a_tool_is_strict(parse: Any, tool: Any,
         (ollama, {"format": PET}, openai_tool),
     ],
 )
-def test_calls_that_may_stand_in_place_of_a_form_are_held_too(parse: Any, body: Any, tool: Any) -> None:
+def test_calls_that_may_stand_in_place_of_a_form_are_held_too(
+    parse: Any, body: Any, tool: Any
+) -> None:
     request = parse(**body, tools=[tool("a")])
     assert request.form is not None
     assert [(one.name, one.place) for one in request.held] == [("a", None)]
 
 
 @pytest.mark.parametrize(("parse", "tool", "place", "must"), TOOLS[:3])
-def test_calls_that_a_reply_has_to_make_are_held_to_schemas(parse: Any, tool: Any, place: str, must: Any) -> None:
+def test_calls_that_a_reply_has_to_make_are_held_to_schemas(
+    parse: Any, tool: Any, place: str, must: Any
+) -> None:
     tools = [tool("a"), tool("b", strict=True)]
     assert [one.name for one in parse(tools=tools, tool_choice=must).held] == ["a", "b"]
     assert [one.name for one in parse(tools=tools[:1], tool_choice=must).held] == ["a"]
-    assert parse(tools=tools, tool_choice={"type": "none"} if parse is anthropic else "none").held == ()
+    assert (
+        parse(tools=tools, tool_choice={"type": "none"} if parse is anthropic else "none").held
+        == ()
+    )
     named = (
-        {"type": "function", "name": "b", "function": {"name": "b"}} if parse is not anthropic else {"type": "tool", "name": "b"}
+        {"type": "function", "name": "b", "function": {"name": "b"}}
+        if parse is not anthropic
+        else {"type": "tool", "name": "b"}
     )
     (held,) = parse(tools=tools, tool_choice=named).held
     assert (held.name, held.place) == ("b", place.format(1))
@@ -288,13 +419,24 @@ def test_calls_that_a_reply_has_to_make_are_held_to_schemas(parse: Any, tool: An
     ("schema", "kept"),
     [
         (None, {"type": "object", "properties": {}, "additionalProperties": False}),
-        (PET, PET),
+        (PET, CLOSED),
         (
-            {**PET, "properties": {"legs": {"type": "integer"}, "legs a": {"not": {}}, "b": {"items": {"if": {}}}}},
-            {**PET, "properties": {"legs": {"type": "integer"}, "legs a": True, "b": True}},
+            {
+                **PET,
+                "properties": {
+                    "legs": {"type": "integer"},
+                    "legs a": {"not": {}},
+                    "b": {"items": {"if": {}}},
+                },
+            },
+            {**CLOSED, "properties": {"legs": {"type": "integer"}, "legs a": True, "b": True}},
         ),
         (
-            {**PET, "properties": {**PET["properties"], "b": {"$ref": "#/$defs/c"}}, "$defs": {"c": {"not": {}}}},
+            {
+                **PET,
+                "properties": {**PET["properties"], "b": {"$ref": "#/$defs/c"}},
+                "$defs": {"c": {"not": {}}},
+            },
             {"legs": True, "b": True},
         ),
         ({**PET, "if": {}}, {"legs": True}),
@@ -316,13 +458,53 @@ def test_tools_that_are_not_strict_keep_what_can_be_kept(schema: Any, kept: Any)
     assert held.place is None
 
 
+SET = {
+    "type": "object",
+    "properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
+}
+
+
+@pytest.mark.parametrize(("parse", "tool", "place", "must"), TOOLS)
+def test_what_a_form_does_not_keep_is_named(parse: Any, tool: Any, place: str, must: Any) -> None:
+    formed = {
+        chat: of_chat,
+        responses: of_responses,
+        anthropic: of_anthropic,
+        ollama: lambda schema: {"format": schema},
+    }[parse]
+    request = parse(
+        **formed(SET),
+        tools=[tool("a", strict=True, schema=SET), tool("b", schema=SET), tool("c", strict=True)],
+    )
+    assert request.form.unkept == (f"{request.form.place}.properties.tags.uniqueItems",)
+    assert [one.unkept for one in request.held] == [
+        (f"{place.format(0)}.properties.tags.uniqueItems",),
+        (),
+        (),
+    ]
+    kept = [
+        json.loads(text)["properties"]["tags"]
+        for text in (request.form.text, request.held[0].schema, request.held[1].schema)
+    ]
+    assert kept == [{"type": "array", "items": {"type": "string"}}] * 3
+    assert unkept_by(request) == [*request.form.unkept, *request.held[0].unkept]
+
+
 def test_a_few_parameters_alone_are_loosened_one_by_one() -> None:
-    """Each takes a walk over its schema: with more of them all parameters of the next tools may have any value."""
-    schema = {"type": "object", "properties": {"good": {"type": "string"}, **{f"bad{i}": {"not": {}} for i in range(20)}}}
-    held = chat(tools=[openai_tool(name, schema=schema) for name in "abc"] + [openai_tool("d")], tool_choice="required").held
+    """Each takes a walk over its schema: with more of them all parameters of the next tools may
+    have any value.
+    """
+    schema = {
+        "type": "object",
+        "properties": {"good": {"type": "string"}, **{f"bad{i}": {"not": {}} for i in range(20)}},
+    }
+    held = chat(
+        tools=[openai_tool(name, schema=schema) for name in "abc"] + [openai_tool("d")],
+        tool_choice="required",
+    ).held
     kept = [json.loads(tool.schema)["properties"].get("good") for tool in held]
     assert kept == [{"type": "string"}, True, True, None]
-    assert json.loads(held[-1].schema) == PET
+    assert json.loads(held[-1].schema) == CLOSED
 
 
 def test_strict_tools_change_no_prompt() -> None:
@@ -335,7 +517,9 @@ def test_strict_tools_change_no_prompt() -> None:
 
 def test_functions_in_namespaces_are_strict_by_their_own_places() -> None:
     inner = responses_tool("b", strict=True)
-    (held,) = responses(tools=[{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [inner]}]).held
+    (held,) = responses(
+        tools=[{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [inner]}]
+    ).held
     assert (held.name, held.place) == ("n__b", "tools[1].tools[0].parameters")
 
 
@@ -351,9 +535,17 @@ def test_tools_that_are_no_functions_do_not_break_a_chat() -> None:
 
 
 def test_the_response_repeats_the_format_as_it_was_sent() -> None:
-    format_ = {"type": "json_schema", "name": "Pet", "description": "A pet", "strict": True, "schema": PET}
+    format_ = {
+        "type": "json_schema",
+        "name": "Pet",
+        "description": "A pet",
+        "strict": True,
+        "schema": PET,
+    }
     body = {"input": "Hello", "text": {"format": format_, "verbosity": "low"}}
-    assert responses_request.parse(body, OPTIONS, KeptResponses()).echo["text"] == {"format": format_}
+    assert responses_request.parse(body, OPTIONS, KeptResponses()).echo["text"] == {
+        "format": format_
+    }
     for plain in ({}, {"text": None}, {"text": {}}, {"text": {"format": None}}):
         echo = responses_request.parse({"input": "Hello", **plain}, OPTIONS, KeptResponses()).echo
         assert echo["text"] == {"format": {"type": "text"}}
@@ -379,7 +571,13 @@ ODD: list[Any] = [
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of everything inside of a value."""
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, inner in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield (*path, key)
         yield from places(inner, (*path, key))
 
@@ -396,10 +594,32 @@ def with_value(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     ("parse", "body"),
     [
         (chat, {**of_chat(PET), "tools": [openai_tool("a", strict=True)]}),
-        (chat, {"structured_outputs": {"choice": ["a"]}, "tools": [openai_tool("a", strict=True)], "tool_choice": "required"}),
-        (text, {"guided_json": PET, "guided_regex": None, "guided_grammar": None, "structured_outputs": {"json": None}}),
+        (
+            chat,
+            {
+                "structured_outputs": {"choice": ["a"]},
+                "tools": [openai_tool("a", strict=True)],
+                "tool_choice": "required",
+            },
+        ),
+        (
+            text,
+            {
+                "guided_json": PET,
+                "guided_regex": None,
+                "guided_grammar": None,
+                "structured_outputs": {"json": None},
+            },
+        ),
         (responses, {**of_responses(PET), "tools": [responses_tool("a", strict=True)]}),
-        (anthropic, {**of_anthropic(PET), "output_format": None, "tools": [anthropic_tool("a", strict=True)]}),
+        (
+            anthropic,
+            {
+                **of_anthropic(PET),
+                "output_format": None,
+                "tools": [anthropic_tool("a", strict=True)],
+            },
+        ),
         (ollama, {"format": PET, "tools": [openai_tool("a", strict=True)]}),
     ],
 )
@@ -412,4 +632,6 @@ def test_whatever_stands_in_a_format_is_parsed_or_refused(parse: Any, body: Any)
             except (FormError, InvalidRequestError) as error:
                 refused.append(str(error))
     assert len(refused) > 20
-    assert all(place and what for place, _, what in (message.partition(": ") for message in refused))
+    assert all(
+        place and what for place, _, what in (message.partition(": ") for message in refused)
+    )

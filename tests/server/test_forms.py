@@ -1,4 +1,6 @@
-"""Replies that keep their form, over HTTP: choices, seeds, swaps, restarts, hang-ups, models that are not loaded, drafts."""
+"""Replies that keep their form, over HTTP: choices, seeds, swaps, restarts, hang-ups, models
+that are not loaded, drafts.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import json
 import re
 import socket
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +25,14 @@ from mlx_blockpool.config import FormConfig
 from mlx_blockpool.errors import FormError
 from mlx_blockpool.forms.compiler import Compiler
 from mlx_blockpool.forms.form import Marks
-from mlx_blockpool.forms.wanted import Wanted, WantedTool
+from mlx_blockpool.forms.output_format import OutputFormat, ToolFormat
 from mlx_blockpool.server.forms import Forms, FormTokens, consume
-from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.prompts.job import PreparedPrompt, TokenizerSource
+from mlx_blockpool.server.provider import ModelKey
 from mlx_blockpool.server.request import ChatRequest
 from server.scripted import TEMPLATE, raw_events
-from server.serving import Client, at_once, blockpool_server
-from server.test_hang_ups import ask, until
+from server.serving import Client, at_once, blockpool_server, cached_tokens, until
+from server.test_hang_ups import ask
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -53,11 +56,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def serve(models: list[Path], *options: str) -> Any:
-    return blockpool_server(models[0], "--pool-bytes", "60MB", "--allow-models", str(models[1]), *options)
+    return blockpool_server(
+        models[0], "--pool-bytes", "60MB", "--allow-models", str(models[1]), *options
+    )
 
 
 @pytest.fixture(scope="module")
-def client(models: list[Path]) -> Iterator[Client]:
+def swapping(models: list[Path]) -> Iterator[Client]:
     with serve(models, "--swap-patience", "0s") as running:
         running.chat(HELLO, max_tokens=1)
         yield running
@@ -82,80 +87,168 @@ def contents(answer: dict[str, Any]) -> list[str]:
     return texts
 
 
-def test_every_choice_keeps_the_form_and_follows_its_own_seed(client: Client) -> None:
-    before = client.send("/v1/cache")[1]["forms"]
-    texts = contents(chat(client, n=4))
+def test_every_choice_keeps_the_form_and_follows_its_own_seed(swapping: Client) -> None:
+    before = swapping.send("/v1/cache")[1]["forms"]
+    texts = contents(chat(swapping, n=4))
     assert len(texts) == len(set(texts)) == 4
-    assert contents(chat(client, seed=7)) == [texts[2]]
-    after = client.send("/v1/cache")[1]
-    assert (after["forms"]["compiled"] - before["compiled"], after["forms"]["cached"] - before["cached"]) == (1, 1)
-    assert counts(client)["jumps"] > 0
-    assert counts(client)["forced_tokens"] > 100
+    assert contents(chat(swapping, seed=7)) == [texts[2]]
+    after = swapping.send("/v1/cache")[1]
+    assert (
+        after["forms"]["compiled"] - before["compiled"],
+        after["forms"]["cached"] - before["cached"],
+    ) == (1, 1)
+    assert 0 < after["forms"]["bytes"] <= after["forms"]["max_bytes"] == 128 << 20
+    assert counts(swapping)["jumps"] > 0
+    assert counts(swapping)["forced_tokens"] > 100
+
+
+def test_compiled_forms_are_dropped_after_minutes_without_a_request_for_one(
+    swapping: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = swapping.generator.registry.queue
+    assert len(contents(chat(swapping))) == 1
+    swapping.settle()
+    assert swapping.send("/v1/cache")[1]["forms"]["kept"] > 0
+    ticks = itertools.count(queue.clock(), FormConfig.idle_seconds)
+    with monkeypatch.context() as patched:
+        patched.setattr(queue, "clock", lambda: next(ticks))
+        until(lambda: swapping.send("/v1/cache")[1]["forms"]["bytes"] == 0)
+    assert swapping.send("/v1/cache")[1]["forms"]["kept"] == 0
+    compiled = swapping.send("/v1/cache")[1]["forms"]["compiled"]
+    assert len(contents(chat(swapping))) == 1
+    assert swapping.send("/v1/cache")[1]["forms"]["compiled"] == compiled + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_header_names_what_the_reply_does_not_keep(swapping: Client, stream: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a\r\né": {"type": "array", "uniqueItems": True, "items": {}, "maxItems": 2}
+        },
+    }
+    body = {"messages": HELLO, "max_tokens": 5, "stream": stream}
+    formed = {
+        **body,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "thing", "schema": schema},
+        },
+    }
+    place = 'response_format.json_schema.schema.properties["a\\r\\n\\u00e9"].uniqueItems'
+    found = []
+    for each in (formed, body):
+        data = json.dumps(each).encode()
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{swapping.port}/v1/chat/completions", data, timeout=120
+        ) as response:
+            found.append(response.headers["X-Form-Not-Kept"])
+    assert found == [place, None]
 
 
 @pytest.mark.thorough
-def test_a_stream_has_the_text_of_the_whole_reply(client: Client) -> None:
-    body = {"model": "default_model", "input": "Describe a thing.", "temperature": 0, "max_output_tokens": 200}
+def test_a_stream_has_the_text_of_the_whole_reply(swapping: Client) -> None:
+    body = {
+        "model": "default_model",
+        "input": "Describe a thing.",
+        "temperature": 0,
+        "max_output_tokens": 200,
+    }
     body["text"] = {"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA}}
-    events = raw_events(client, "/v1/responses", **body)
-    text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    events = raw_events(swapping, "/v1/responses", **body)
+    text = "".join(
+        event["delta"] for event in events if event["type"] == "response.output_text.delta"
+    )
     jsonschema.validate(json.loads(text), SCHEMA)
-    answer = client.send("/v1/responses", body)[1]
+    answer = swapping.send("/v1/responses", body)[1]
     assert answer["output"][-1]["content"][0]["text"] == text
 
 
-def test_the_best_of_several_keep_the_form(client: Client) -> None:
-    body = {"prompt": "Name: ", "n": 2, "best_of": 4, "structured_outputs": {"regex": "[a-z]{2,9}( [a-z]{2,9})?"}, **DRAWN}
-    status, answer = client.send("/v1/completions", body)
+def test_the_best_of_several_keep_the_form(swapping: Client) -> None:
+    body = {
+        "prompt": "Name: ",
+        "n": 2,
+        "best_of": 4,
+        "structured_outputs": {"regex": "[a-z]{2,9}( [a-z]{2,9})?"},
+        **DRAWN,
+    }
+    status, answer = swapping.send("/v1/completions", body)
     assert status == 200, answer
     found = [choice["text"] for choice in answer["choices"]]
     assert len(found) == 2
     assert all(re.fullmatch("[a-z]{2,9}( [a-z]{2,9})?", text) for text in found), found
 
 
-def test_tokens_with_logprobs_are_all_drawn_and_the_same(client: Client) -> None:
-    before = counts(client)["forced_tokens"]
-    answer = chat(client, logprobs=True, top_logprobs=2)
-    assert counts(client)["forced_tokens"] == before
+def test_tokens_with_logprobs_are_all_drawn_and_the_same(swapping: Client) -> None:
+    before = counts(swapping)["forced_tokens"]
+    answer = chat(swapping, logprobs=True, top_logprobs=2)
+    assert counts(swapping)["forced_tokens"] == before
     entries = answer["choices"][0]["logprobs"]["content"]
     assert len(entries) == answer["usage"]["completion_tokens"]
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
     # One of one: what a form forces has all of the probability.
     assert sum(entry["logprob"] == 0.0 for entry in entries) > 20
-    assert contents(answer) == contents(chat(client))
+    assert contents(answer) == contents(chat(swapping))
 
 
-def test_events_and_metrics_count_forced_tokens(client: Client) -> None:
-    answer = chat(client, seed=11)
-    client.settle()
-    (served,) = client.generator.registry.loaded.values()
-    log = client.generator.registry.log
-    ended = next(log.get(number).what for number in range(log.end - 1, log.first, -1) if hasattr(log.get(number).what, "reason"))
-    assert 20 < ended.forced_tokens < ended.completion_tokens == answer["usage"]["completion_tokens"]
-    assert served.events.tally.forced_tokens == served.engine.counts["forced_tokens"]
-    assert served.events.tally.jumps == served.engine.counts["jumps"]
+def test_events_and_metrics_count_forced_tokens(swapping: Client) -> None:
+    answer = chat(swapping, seed=11)
+    swapping.settle()
+    (served,) = swapping.generator.registry.loaded.values()
+    log = swapping.generator.registry.log
+    _, events = log.read(max(log.oldest, log.end - 100))
+    ended: Any = next(
+        event.what
+        for event in reversed(events)
+        if isinstance(event.what, dict) and "reason" in event.what
+    )
+    assert (
+        20
+        < ended["forced_tokens"]
+        < ended["completion_tokens"]
+        == answer["usage"]["completion_tokens"]
+    )
+    assert served.events.counts.forced_tokens == served.engine.counts["forced_tokens"]
+    assert served.events.counts.jumps == served.engine.counts["jumps"]
 
 
 def test_a_reply_that_meets_the_limits_of_its_form_fails_and_the_others_do_not_share_them(
-    client: Client, monkeypatch: pytest.MonkeyPatch
+    swapping: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client.generator.forms, "_compiler", Compiler(FormConfig(row_items=200)))
-    (served,) = client.generator.registry.loaded.values()
+    monkeypatch.setattr(swapping.generator.forms, "_compiler", Compiler(FormConfig(row_items=200)))
+    (served,) = swapping.generator.registry.loaded.values()
     endless = {str(token): -100 for token in served.provider.tokenizer.eos_token_ids}
     grammar = "start: a\na: a a | /[a-z]/ | b\nb: b a | a b | /[a-y]/\n"
-    body = {"messages": HELLO, **DRAWN, "structured_outputs": {"grammar": grammar}, "logit_bias": endless}
-    assert len(contents(chat(client))) == 1
-    status, answer = client.send("/v1/chat/completions", body)
+    body = {
+        "messages": HELLO,
+        **DRAWN,
+        "structured_outputs": {"grammar": grammar},
+        "logit_bias": endless,
+    }
+    assert len(contents(chat(swapping))) == 1
+    status, answer = swapping.send("/v1/chat/completions", body)
     assert (status, "items; max is 200" in str(answer)) == (400, True), answer
-    client.settle()
-    assert client.send("/v1/cache")[1]["forms"]["kept"] == 0
-    assert len(contents(chat(client))) == 1
+    swapping.settle()
+    assert swapping.send("/v1/cache")[1]["forms"]["kept"] == 0
+    assert len(contents(chat(swapping))) == 1
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_call_that_must_be_made_has_the_parameters_of_its_tool(client: Client, strict: bool) -> None:
-    tool = {"type": "function", "function": {"name": "describe", "strict": strict, "parameters": SCHEMA}}
-    answer = chat(client, response_format=None, tools=[tool], tool_choice="required", n=3, parallel_tool_calls=False)
+def test_a_call_that_must_be_made_has_the_parameters_of_its_tool(
+    swapping: Client, strict: bool
+) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "describe", "strict": strict, "parameters": SCHEMA},
+    }
+    answer = chat(
+        swapping,
+        response_format=None,
+        tools=[tool],
+        tool_choice="required",
+        n=3,
+        parallel_tool_calls=False,
+    )
     ended = [choice for choice in answer["choices"] if choice["finish_reason"] != "length"]
     assert len(ended) > 1
     for choice in ended:
@@ -168,18 +261,23 @@ def test_a_call_that_must_be_made_has_the_parameters_of_its_tool(client: Client,
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_reply_is_its_content_or_a_call(client: Client, strict: bool) -> None:
-    tool = {"type": "function", "function": {"name": "describe", "strict": strict, "parameters": SCHEMA}}
-    start = client.generator.model.provider.tokenizer.tool_call_start_tokens[0]
-    free = chat(client, tools=[tool], logit_bias={str(start): -60.0})
+def test_a_reply_is_its_content_or_a_call(swapping: Client, strict: bool) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "describe", "strict": strict, "parameters": SCHEMA},
+    }
+    start = swapping.generator.model.provider.tokenizer.tool_call_start_tokens[0]
+    free = chat(swapping, tools=[tool], logit_bias={str(start): -60.0})
     assert (contents(free) != [], free["choices"][0]["message"].get("tool_calls")) == (True, None)
-    called = chat(client, tools=[tool], logit_bias={str(start): 60.0}, parallel_tool_calls=False)["choices"][0]
+    called = chat(swapping, tools=[tool], logit_bias={str(start): 60.0}, parallel_tool_calls=False)[
+        "choices"
+    ][0]
     assert (called["finish_reason"], called["message"].get("content") or "") == ("tool_calls", "")
     for call in called["message"]["tool_calls"]:
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
-def test_a_beginning_that_the_form_does_not_allow_is_refused(client: Client) -> None:
+def test_a_beginning_that_the_form_does_not_allow_is_refused(swapping: Client) -> None:
     body = {
         "model": "default_model",
         "max_tokens": 200,
@@ -187,60 +285,80 @@ def test_a_beginning_that_the_form_does_not_allow_is_refused(client: Client) -> 
         "output_format": {"type": "json_schema", "schema": SCHEMA},
     }
     given = {"role": "assistant", "content": '{"kind":'}
-    status, answer = client.send("/v1/messages", {**body, "messages": [*HELLO, given]})
+    status, answer = swapping.send("/v1/messages", {**body, "messages": [*HELLO, given]})
     assert status == 200, answer
     jsonschema.validate(json.loads(given["content"] + answer["content"][0]["text"]), SCHEMA)
-    status, answer = client.send("/v1/messages", {**body, "messages": [*HELLO, {**given, "content": "Well, "}]})
+    status, answer = swapping.send(
+        "/v1/messages", {**body, "messages": [*HELLO, {**given, "content": "Well, "}]}
+    )
     assert status == 400
-    assert "output_format.schema: the form does not allow the beginning" in answer["error"]["message"]
+    assert (
+        "output_format.schema: the form does not allow the beginning" in answer["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_form_without_an_end_ends_with_its_client(client: Client, stream: bool) -> None:
+def test_a_form_without_an_end_ends_with_its_client(swapping: Client, stream: bool) -> None:
     body = {"prompt": "Name: ", "temperature": 1.0, "max_tokens": 30_000, "stream": stream}
-    connection: socket.socket = ask(client, "/v1/completions", {**body, "structured_outputs": {"regex": "[a-d]{20000}"}})
-    until(lambda: client.generator._live)
+    connection: socket.socket = ask(
+        swapping, "/v1/completions", {**body, "structured_outputs": {"regex": "[a-d]{20000}"}}
+    )
+    until(lambda: swapping.generator._live)
     connection.close()
-    until(lambda: not client.generator._live)
-    client.settle()
+    until(lambda: not swapping.generator._live)
+    swapping.settle()
 
 
 @pytest.mark.thorough
-def test_a_reply_goes_on_in_its_form_after_its_model_was_away(client: Client, models: list[Path]) -> None:
-    long = {"prompt": "Name: ", "structured_outputs": {"regex": "a name: [a-d]{500} which ends here"}, **DRAWN, "max_tokens": 600}
+def test_a_reply_goes_on_in_its_form_after_its_model_was_away(
+    swapping: Client, models: list[Path]
+) -> None:
+    long = {
+        "prompt": "Name: ",
+        "structured_outputs": {"regex": "a name: [a-d]{500} which ends here"},
+        **DRAWN,
+        "max_tokens": 600,
+    }
 
     def complete() -> str:
-        status, answer = client.send("/v1/completions", long)
+        status, answer = swapping.send("/v1/completions", long)
         assert (status, answer["choices"][0]["finish_reason"]) == (200, "stop"), answer
         return answer["choices"][0]["text"]  # type: ignore[no-any-return]
 
     def other() -> list[str]:
         until(lambda: generator._live)
-        return contents(chat(client, model=str(models[1])))
+        return contents(chat(swapping, model=str(models[1])))
 
-    expected, generator = complete(), client.generator
-    tally = generator.model.events.tally
-    before, generator.registry.queue.drain = tally.swaps["out"], 0.05
+    expected, generator = complete(), swapping.generator
+    counts = generator.model.events.counts
+    before, generator.registry.queue.drain = counts.swaps["out"], 0.05
     try:
         found, of_other = at_once([complete, other])
     finally:
         generator.registry.queue.drain = 600.0
-    assert tally.swaps["out"] > before
+    assert counts.swaps["out"] > before
     # What was compiled for a model goes with it.
     assert {key for key, _ in generator.forms._compiler._kept} <= set(generator.registry.loaded)
     assert found == expected
     assert re.fullmatch(long["structured_outputs"]["regex"], found)
     assert of_other != []
-    client.settle()
+    swapping.settle()
 
 
-def test_the_form_of_a_model_that_is_not_loaded_is_refused_before_it_is_loaded(client: Client, models: list[Path]) -> None:
-    loads = client.generator.registry.counts["loads"]
-    body = {"prompt": "a", "model": str(models[1]), "max_tokens": 4, "structured_outputs": {"regex": "(unclosed"}}
-    status, answer = client.send("/v1/completions", body)
+def test_the_form_of_a_model_that_is_not_loaded_is_refused_before_it_is_loaded(
+    swapping: Client, models: list[Path]
+) -> None:
+    loads = swapping.generator.registry.counts["loads"]
+    body = {
+        "prompt": "a",
+        "model": str(models[1]),
+        "max_tokens": 4,
+        "structured_outputs": {"regex": "(unclosed"},
+    }
+    status, answer = swapping.send("/v1/completions", body)
     assert status == 400
     assert "structured_outputs.regex" in answer["error"]["message"]
-    assert client.generator.registry.counts["loads"] == loads
+    assert swapping.generator.registry.counts["loads"] == loads
 
 
 @pytest.mark.thorough
@@ -249,62 +367,89 @@ def test_a_reply_is_the_same_after_a_restart(models: list[Path], tmp_path: Path)
         with serve(models, "--store-dir", str(tmp_path / "store")) as client:
             long = [{"role": "system", "content": "Describe things. " * 40}, *HELLO]
             answer = client.chat(long, response_format=FORMAT, **DRAWN)
-            return contents(answer), answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return contents(answer), cached_tokens(answer["usage"])
 
     (texts, cached), (again, cached_again) = once(), once()
     assert texts == again != []
     assert cached == 0 < cached_again
 
 
-def test_a_draft_keeps_the_form_and_changes_no_reply(models: list[Path], client: Client) -> None:
-    expected = contents(chat(client, temperature=0))
-    with blockpool_server(models[0], "--pool-bytes", "60MB", "--draft-model", str(models[1])) as drafted:
+def test_a_draft_keeps_the_form_and_changes_no_reply(models: list[Path], swapping: Client) -> None:
+    expected = contents(chat(swapping, temperature=0))
+    with blockpool_server(
+        models[0], "--pool-bytes", "60MB", "--draft-model", str(models[1])
+    ) as drafted:
         assert contents(chat(drafted, temperature=0)) == expected != []
         assert contents(chat(drafted)) != []
 
 
 def test_a_strict_tool_is_named_that_cannot_be_compiled() -> None:
-    """The others of the request are no reason to refuse it: those that are not strict lose their schemas first."""
+    """The others of the request are no reason to refuse it: those that are not strict lose their
+    schemas first.
+    """
     vocabulary = vocabulary_of("bpe")
     forms, tokens = Forms(FormConfig()), FormTokens(vocabulary, Marks(), "qwen3_coder")
 
     def compiled(**places: str | None) -> Any:
         large = {"type": "array", "items": {"type": "string", "pattern": "(a|b)*a(a|b){9999}"}}
-        schemas = {"good": {"type": "object"}, "bad": {"type": "object", "properties": {"a": large}, "required": ["a"]}}
-        held = tuple(WantedTool(name, json.dumps(schemas[name]), place) for name, place in places.items())
+        schemas = {
+            "good": {"type": "object"},
+            "bad": {"type": "object", "properties": {"a": large}, "required": ["a"]},
+        }
+        held = tuple(
+            ToolFormat(name, json.dumps(schemas[name]), place) for name, place in places.items()
+        )
         request = ChatRequest("chat", "", [], None, None, calls="must", held=held)
         request.prepared = PreparedPrompt()
-        return forms.of(request, "key", tokens)
+        return forms.form_for(request, "key", tokens)
 
     assert compiled(good="tools[0].input_schema", bad=None) is not None
     assert compiled(bad=None) is not None
-    with pytest.raises(FormError, match=r"^tools\[1\].input_schema: a pattern or a bound of length is too large"):
+    with pytest.raises(
+        FormError, match=r"^tools\[1\].input_schema: a pattern or a bound of length is too large"
+    ):
         compiled(good="tools[0].input_schema", bad="tools[1].input_schema")
 
 
-def test_strict_tools_leave_a_model_alone_that_calls_none(client: Client) -> None:
+def test_strict_tools_leave_a_model_alone_that_calls_none(swapping: Client) -> None:
     tool = {"type": "function", "function": {"name": "find", "strict": True, "parameters": SCHEMA}}
-    assert client.chat(HELLO, tools=[tool], max_tokens=3)["choices"][0]["finish_reason"] == "length"
-    bad = {"type": "function", "function": {"name": "find", "strict": True, "parameters": {"not": {}}}}
-    status, answer = client.send("/v1/chat/completions", {"messages": HELLO, "tools": [bad], "max_tokens": 3})
+    assert (
+        swapping.chat(HELLO, tools=[tool], max_tokens=3)["choices"][0]["finish_reason"] == "length"
+    )
+    bad = {
+        "type": "function",
+        "function": {"name": "find", "strict": True, "parameters": {"not": {}}},
+    }
+    status, answer = swapping.send(
+        "/v1/chat/completions", {"messages": HELLO, "tools": [bad], "max_tokens": 3}
+    )
     assert (status, answer["error"]["param"]) == (400, "tools[0].function.parameters.not")
 
 
-def test_a_model_that_cannot_keep_a_form_refuses_it_with_its_place(client: Client) -> None:
-    forms, tokens, key = client.generator.forms, client.generator.model.form_tokens, ModelKey("a model")
-    channels = replace(tokens.vocabulary, added={**tokens.vocabulary.added, "<|channel|>": 1, "<|message|>": 2})
-    content, chat = Wanted("regex", "[ab]+", "regex"), ChatRequest("chat", "", [], [{}], None)
+def test_a_model_that_cannot_keep_a_form_refuses_it_with_its_place(swapping: Client) -> None:
+    forms, tokens, key = (
+        swapping.generator.forms,
+        swapping.generator.model.form_tokens,
+        ModelKey("a model"),
+    )
+    channels = replace(
+        tokens.vocabulary, added={**tokens.vocabulary.added, "<|channel|>": 1, "<|message|>": 2}
+    )
+    content, chat = OutputFormat("regex", "[ab]+", "regex"), ChatRequest("chat", "", [], [{}], None)
     for found, why in ((None, "tokenizer"), (replace(tokens, vocabulary=channels), "channels")):
         with pytest.raises(FormError, match=f"^regex: .*{why}"):
-            forms.of(replace(chat, form=content), key, found)
-    strict, loose = (WantedTool("a", json.dumps(SCHEMA), place) for place in ("tools[0].function.parameters", None))
+            forms.form_for(replace(chat, form=content), key, found)
+    strict, loose = (
+        ToolFormat("a", json.dumps(SCHEMA), place)
+        for place in ("tools[0].function.parameters", None)
+    )
     without = replace(tokens, parser="no such parser")
     with pytest.raises(FormError, match="cannot be held to a form"):
-        forms.of(replace(chat, held=(strict,)), key, without)
+        forms.form_for(replace(chat, held=(strict,)), key, without)
     # A call that must be made is as free as before, and so is one beside content.
     for found in (None, without):
-        assert forms.of(replace(chat, held=(loose,), calls="must"), key, found) is None
-    assert forms.of(replace(chat, held=(loose,), form=content), key, without) is not None
+        assert forms.form_for(replace(chat, held=(loose,), calls="must"), key, found) is None
+    assert forms.form_for(replace(chat, held=(loose,), form=content), key, without) is not None
 
 
 def test_other_threads_run_while_a_long_beginning_is_followed() -> None:
@@ -315,7 +460,9 @@ def test_other_threads_run_while_a_long_beginning_is_followed() -> None:
     assert [call.args for call in matcher.try_consume_tokens.call_args_list] == [([5],), ([6],)]
 
 
-def test_a_long_beginning_of_a_form_that_costs_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_beginning_of_a_form_that_costs_much_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     matcher = Mock()
     matcher.try_consume_tokens.return_value = 1
     monkeypatch.setattr(time, "thread_time", Mock(side_effect=itertools.count(0, 0.1)))

@@ -1,4 +1,6 @@
-"""A client that hangs up is noticed at once, in every form and wherever its request waits; nothing is computed for nobody."""
+"""A client that hangs up is noticed at once, in every form and wherever its request waits;
+nothing is computed for nobody.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,26 @@ from typing import Any
 import pytest
 from models import save_endless
 
-from mlx_blockpool.server.live.log import EventLog
-from mlx_blockpool.server.live.watch import RequestWatch
-from mlx_blockpool.server.replies import HangUps, Reply, has_hung_up
-from mlx_blockpool.server.request import RequestOptions
-from server.serving import Client, blockpool_server
+from mlx_blockpool.server.wire import has_hung_up
+from server.serving import Client, blockpool_server, until
 
 LONG = 30_000
-WATCH = RequestWatch(EventLog().of("m"), RequestOptions(), 0)
 MESSAGES = [{"role": "user", "content": "tell me everything"}]
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": LONG}),
     "completions": ("/v1/completions", {"prompt": "everything", "max_tokens": LONG}),
-    "messages": ("/v1/messages", {"model": "default_model", "messages": MESSAGES, "max_tokens": LONG, "temperature": 0}),
+    "messages": (
+        "/v1/messages",
+        {"model": "default_model", "messages": MESSAGES, "max_tokens": LONG, "temperature": 0},
+    ),
     "responses": (
         "/v1/responses",
-        {"model": "default_model", "input": "everything", "max_output_tokens": LONG, "temperature": 0},
+        {
+            "model": "default_model",
+            "input": "everything",
+            "max_output_tokens": LONG,
+            "temperature": 0,
+        },
     ),
 }
 
@@ -40,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def client(models: list[Path]) -> Iterator[Client]:
+def swapping(models: list[Path]) -> Iterator[Client]:
     options = ("--swap-patience", "10m", "--allow-models", str(models[1]))
     with blockpool_server(models[0], "--pool-bytes", "60MB", *options) as running:
         yield running
@@ -55,14 +61,12 @@ def ask(client: Client, path: str, body: dict[str, Any], more: bytes = b"") -> s
     return connection
 
 
-def until(holds: Callable[[], Any]) -> None:
-    while not holds():
-        # Without a bound: what never comes ends with the test's own time.
-        select.select([], [], [], 0.01)
-
-
 def tokens(client: Client) -> int:
-    return sum(served.engine.counts["tokens"] for served in client.generator.registry.loaded.values() if served.engine)
+    return sum(
+        served.engine.counts["tokens"]
+        for served in client.generator.registry.loaded.values()
+        if served.engine
+    )
 
 
 def left_alone(client: Client, leave: Callable[[], None]) -> None:
@@ -83,63 +87,74 @@ def reset(connection: socket.socket) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("leave", [socket.socket.close, reset])
-def test_a_running_reply_ends_when_its_client_hangs_up(client: Client, form: str, stream: bool, leave: Any) -> None:
+def test_a_running_reply_ends_when_its_client_hangs_up(
+    swapping: Client, form: str, stream: bool, leave: Any
+) -> None:
     path, body = FORMS[form]
-    connection = ask(client, path, {**body, "stream": stream})
-    until(lambda: client.generator._live)
-    left_alone(client, lambda: leave(connection))
+    connection = ask(swapping, path, {**body, "stream": stream})
+    until(lambda: swapping.generator._live)
+    left_alone(swapping, lambda: leave(connection))
 
 
-def test_bytes_of_a_next_request_are_no_hang_up_and_hide_none(client: Client) -> None:
+def test_bytes_of_a_next_request_are_no_hang_up_and_hide_none(swapping: Client) -> None:
     path, body = FORMS["completions"]
-    connection = ask(client, path, {**body, "max_tokens": 600}, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    connection = ask(
+        swapping,
+        path,
+        {**body, "max_tokens": 600},
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    )
     received = b""
     while b'"status"' not in received:
         received += connection.recv(1 << 16)
     assert received.count(b"HTTP/1.1 200") == 2
     assert b'"completion_tokens": 600' in received
     connection.close()
-    connection = ask(client, path, body, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    until(lambda: client.generator._live)
-    left_alone(client, connection.close)
+    connection = ask(swapping, path, body, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    until(lambda: swapping.generator._live)
+    left_alone(swapping, connection.close)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_request_that_waits_for_another_model_goes_with_its_client(
-    client: Client, models: list[Path], form: str, stream: bool
+    swapping: Client, models: list[Path], form: str, stream: bool
 ) -> None:
     path, body = FORMS[form]
-    running = ask(client, *FORMS["chat"])
-    until(lambda: client.generator._live)
-    waiting = ask(client, path, {**body, "model": str(models[1]), "stream": stream})
-    until(lambda: len(client.generator.registry.queue))
+    running = ask(swapping, *FORMS["chat"])
+    until(lambda: swapping.generator._live)
+    waiting = ask(swapping, path, {**body, "model": str(models[1]), "stream": stream})
+    until(lambda: len(swapping.generator.registry.queue))
     waiting.close()
-    until(lambda: not len(client.generator.registry.queue))
-    assert len(client.generator._live) == 1
-    assert client.generator.registry.counts["swaps"] == 0
-    left_alone(client, running.close)
+    until(lambda: not len(swapping.generator.registry.queue))
+    assert len(swapping.generator._live) == 1
+    assert swapping.generator.registry.counts["swaps"] == 0
+    left_alone(swapping, running.close)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_waits_behind_its_agents_other_goes_with_its_client(client: Client, stream: bool) -> None:
+def test_a_request_that_waits_behind_its_agents_other_goes_with_its_client(
+    swapping: Client, stream: bool
+) -> None:
     path, body = FORMS["chat"]
     body = {**body, "prompt_cache_key": "one", "stream": stream}
-    running = ask(client, path, body)
-    until(lambda: client.generator._live)
-    (served,) = client.generator.registry.loaded.values()
+    running = ask(swapping, path, body)
+    until(lambda: swapping.generator._live)
+    (served,) = swapping.generator.registry.loaded.values()
     until(lambda: served.engine.live)
-    waiting = ask(client, path, body)
-    until(lambda: len(served.engine.waiting) == 1 and len(served.live) == 2)
+    waiting = ask(swapping, path, body)
+    until(lambda: len(served.engine.scheduler.waiting) == 1 and len(served.live) == 2)
     waiting.close()
     until(lambda: len(served.live) == 1)
-    assert len(served.engine.waiting) == 0
-    left_alone(client, running.close)
+    assert len(served.engine.scheduler.waiting) == 0
+    left_alone(swapping, running.close)
 
 
 def test_a_request_that_is_served_alone_ends_with_its_client(models: list[Path]) -> None:
-    with blockpool_server(models[0], "--pool-bytes", "60MB", "--draft-model", str(models[1]), "--no-store") as client:
+    with blockpool_server(
+        models[0], "--pool-bytes", "60MB", "--draft-model", str(models[1]), "--no-store"
+    ) as client:
         path, body = FORMS["completions"]
         connection = ask(client, path, {**body, "max_tokens": 4000, "stream": True})
         while b"data: {" not in connection.recv(1 << 16):
@@ -181,20 +196,3 @@ def test_an_end_behind_unread_bytes_is_a_hang_up() -> None:
     theirs.close()
     until(lambda: has_hung_up(ours))
     assert ours.recv(100) == b"more"
-
-
-def test_a_reply_that_nobody_has_any_more_is_not_watched() -> None:
-    ours, theirs = pair()
-    watch, kept, gone = HangUps(3600), Reply(None, None, WATCH), Reply(None, None, WATCH)
-    watch.watch(ours, kept)
-    watch.watch(ours, gone)
-    watch.watch(None, Reply(None, None, WATCH))
-    assert watch.look() == 2
-    del gone
-    # The watch's own first look may still have it in hand.
-    until(lambda: watch.look() == 1)
-    theirs.close()
-    until(lambda: has_hung_up(ours))
-    assert watch.look() == 0
-    assert kept.is_hung_up
-    assert isinstance(kept.get_nowait(), ConnectionAbortedError)

@@ -1,4 +1,6 @@
-"""Health says `stalled` whenever requests wait and nothing is computed; then they fail, and the next ones are served."""
+"""Health says `stalled` whenever requests wait and nothing is computed; then they fail, and the
+next ones are served.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from models import save_model
 
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
-from mlx_blockpool.server.health import Health
+from mlx_blockpool.server.health import STEPS, Health
 from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.queue import ModelQueue
-from server.serving import Client, at_once, blockpool_server
+from server.serving import Client, at_once, until
+
+pytestmark = pytest.mark.server("--pool-bytes 20MB", model="llama")
 
 
 class Clock:
@@ -21,13 +24,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    folder = save_model(tmp_path_factory.mktemp("llama"), "llama")
-    with blockpool_server(folder, "--pool-bytes", "20MB") as running:
-        yield running
 
 
 def status(health: Health, waits: bool = True, alive: bool = True) -> str:
@@ -40,7 +36,7 @@ def test_a_stall_is_told_from_idleness() -> None:
     clock = Clock()
     health = Health(10, clock)
     clock.now += 50
-    assert health.report(True, False) == (200, {"status": "ok", "doing": "nothing", "restarts": 0})
+    assert health.report(True, False) == (200, {"status": "ok"})
     health.doing("prefill and decode")
     clock.now += 9
     assert health.report(True, True)[1]["seconds_since_progress"] == 9
@@ -50,6 +46,22 @@ def test_a_stall_is_told_from_idleness() -> None:
     health.mark()
     assert status(health) == "ok"
     assert status(health, alive=False) == "unavailable"
+
+
+def test_an_idle_server_reports_its_status_alone_as_soon_as_the_last_reply_has_ended() -> None:
+    """As mlx-lm's does, whose clients may compare the whole body.
+
+    The thread may still be in the step of that reply.
+    """
+    health = Health(10, Clock())
+    health.doing(STEPS)
+    assert health.report(True, True)[1].keys() == {"status", "doing", "seconds_since_progress"}
+    assert health.report(True, False) == (200, {"status": "ok"})
+    health.doing("loading a model")
+    assert health.report(True, False)[1]["doing"] == "loading a model"
+    health.idle()
+    health.restarts += 1
+    assert health.report(False, False) == (503, {"status": "unavailable", "restarts": 1})
 
 
 def test_to_go_from_one_thing_to_another_is_no_progress() -> None:
@@ -71,15 +83,19 @@ def test_a_thread_that_hangs_while_it_has_nothing_to_do_is_stalled_once_a_reques
     assert status(health, waits=True) == "stalled"
 
 
-def stalls(client: Client, clock: Clock, body: dict[str, Any]) -> tuple[int, Any]:
+def stalls(server: Client, clock: Clock, body: dict[str, Any]) -> tuple[int, Any]:
     """The answer to a request that nothing is computed for, once the time for that is over."""
-    health = client.generator.health
+    health = server.generator.health
     answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(client.send("/v1/completions", body)))
+    thread = threading.Thread(target=lambda: answers.append(server.send("/v1/completions", body)))
     thread.start()
-    while health.report(True, client.generator.has_waiting)[1]["doing"] == "nothing":
-        threading.Event().wait(0.01)
-    assert client.send("/health")[1]["status"] == "ok"
+    until(
+        lambda: (
+            health.report(True, server.generator.has_waiting)[1].get("doing", "nothing")
+            != "nothing"
+        )
+    )
+    assert server.send("/health")[1]["status"] == "ok"
     before = health.restarts
     clock.now += health.stall_seconds + 1
     thread.join()
@@ -88,37 +104,37 @@ def stalls(client: Client, clock: Clock, body: dict[str, Any]) -> tuple[int, Any
 
 
 @pytest.fixture
-def clock(client: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(server: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     """The time of the server's health."""
     clock = Clock()
-    monkeypatch.setattr(client.generator.health, "_clock", clock)
-    client.generator.health.mark()
+    monkeypatch.setattr(server.generator.health, "_clock", clock)
+    server.generator.health.mark()
     yield clock
     monkeypatch.undo()
-    assert client.send("/v1/completions", {"prompt": "well again", "max_tokens": 2})[0] == 200
-    client.settle()
+    assert server.send("/v1/completions", {"prompt": "well again", "max_tokens": 2})[0] == 200
+    server.settle()
 
 
 def test_an_engine_that_computes_nothing_stalls_and_its_requests_fail(
-    client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    server: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BlockPoolBatchEngine, "next", lambda self: [])
-    code, answer = stalls(client, clock, {"prompt": "for ever", "max_tokens": 2})
+    code, answer = stalls(server, clock, {"prompt": "for ever", "max_tokens": 2})
     assert code == 503
     assert "Nothing was computed for 120 seconds" in answer["error"]["message"]
 
 
 def test_a_line_that_lets_nobody_start_stalls_and_its_requests_fail(
-    client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    server: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ModelQueue, "next", lambda self, uses, passed=(): None)
-    code, answer = stalls(client, clock, {"prompt": "in the line", "max_tokens": 2})
+    code, answer = stalls(server, clock, {"prompt": "in the line", "max_tokens": 2})
     assert code == 503
     assert "Nothing was computed" in answer["error"]["message"]
 
 
 def test_a_thread_that_hangs_in_the_background_is_stalled_for_those_who_wait(
-    client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    server: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a disk that hangs while there is nothing to do."""
     hangs, goes_on = threading.Event(), threading.Event()
@@ -131,36 +147,41 @@ def test_a_thread_that_hangs_in_the_background_is_stalled_for_those_who_wait(
     assert hangs.wait(60)
 
     def look() -> Any:
-        while not client.generator.has_waiting:
-            threading.Event().wait(0.01)
-        before = client.send("/health")
-        clock.now += client.generator.health.stall_seconds + 1
-        after = client.send("/health")
+        until(lambda: server.generator.has_waiting)
+        before = server.send("/health")
+        clock.now += server.generator.health.stall_seconds + 1
+        after = server.send("/health")
         monkeypatch.setattr(LoadedModel, "idle", lambda self: None)
         goes_on.set()
         return before, after
 
-    answer, (before, after) = at_once([lambda: client.send("/v1/completions", {"prompt": "x", "max_tokens": 2}), look])
+    answer, (before, after) = at_once(
+        [lambda: server.send("/v1/completions", {"prompt": "x", "max_tokens": 2}), look]
+    )
     assert (before[0], before[1]["status"]) == (200, "ok")
     assert (after[0], after[1]["status"]) == (503, "stalled")
     assert answer[0] == 200
 
 
-def test_a_blocked_engine_does_not_spin(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_engine_does_not_spin(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread waits on the queue between two looks."""
     waits: list[float] = []
-    get = client.generator.requests.get
+    get = server.generator.requests.get
 
     def watching(block: bool = True, timeout: float | None = None) -> Any:
-        if client.generator._live:
+        if server.generator._live:
             waits.append(timeout or 0.0)
         return get(block, timeout)
 
-    monkeypatch.setattr(client.generator.requests, "get", watching)
+    monkeypatch.setattr(server.generator.requests, "get", watching)
     monkeypatch.setattr(BlockPoolBatchEngine, "is_blocked", True)
     looks = iter(range(30))
     step = BlockPoolBatchEngine.next
-    monkeypatch.setattr(BlockPoolBatchEngine, "next", lambda self: [] if next(looks, None) is not None else step(self))
-    assert client.send("/v1/completions", {"prompt": "later", "max_tokens": 1})[0] == 200
+    monkeypatch.setattr(
+        BlockPoolBatchEngine,
+        "next",
+        lambda self: [] if next(looks, None) is not None else step(self),
+    )
+    assert server.send("/v1/completions", {"prompt": "later", "max_tokens": 1})[0] == 200
     assert len(waits) >= 29
     assert min(waits[:29]) > 0

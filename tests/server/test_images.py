@@ -1,4 +1,4 @@
-"""Images of requests: nothing is fetched for models without eyes, and for others only from allowed hosts, within bounds."""
+"""Images of requests: they are data URLs, and their sizes are checked before they are decoded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import base64
 import copy
 import io
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,97 +24,56 @@ from mlx_blockpool.errors import UnavailableError
 from mlx_blockpool.server.access import ByteBudget
 from mlx_blockpool.server.bodies import InvalidRequestError
 from mlx_blockpool.server.generator import BlockpoolGenerator
-from mlx_blockpool.server.images import HeldPixels, processor_of, take_images
-from mlx_blockpool.server.prompts.job import PreparedImages, PreparedPrompt, PromptJob, TokenizerSource
+from mlx_blockpool.server.images import HeldPixels, check_images, processor_of
+from mlx_blockpool.server.prompts.job import (
+    PreparedImages,
+    PreparedPrompt,
+    PromptJob,
+    TokenizerSource,
+)
 from mlx_blockpool.server.prompts.workers import PromptWorkers
 from mlx_blockpool.server.sequential import tokenized
-from server.serving import blockpool_server
-from server.test_hang_ups import ask, until
+from server.serving import blockpool_server, until
+from server.test_hang_ups import ask
 
 DATA = "data:image/png;base64,AAAA"
-
-
-class Site:
-    """A host of images; it remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        asked = self.asked
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked.append(self.path)
-                if self.path.startswith("/to/"):
-                    self.send_response(302)
-                    self.send_header("Location", self.path.removeprefix("/to/"))
-                    self.end_headers()
-                    return
-                self.send_response(200)
-                self.send_header("Content-Type", "image/png")
-                self.end_headers()
-                self.wfile.write(b"x" * int(self.path.removeprefix("/")))
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    started = Site()
-    thread = threading.Thread(target=started.http.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield started
-    started.http.shutdown()
-    thread.join()
-    started.http.server_close()
 
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The data URLs whose size was looked at; the library that does is not needed here."""
     seen: list[str] = []
-    monkeypatch.setattr("mlx_blockpool.server.images._check", lambda url, place, config: seen.append(url))
+    monkeypatch.setattr(
+        "mlx_blockpool.server.images._check", lambda url, place, config: seen.append(url)
+    )
     return seen
 
 
 def shown(url: Any, text: str = "What is this?") -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]}]
+    return [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": text},
+                {"type": "image_url", "image_url": {"url": url}},
+            ],
+        }
+    ]
 
 
 def test_data_urls_stay_as_they_are(checked: list[str]) -> None:
     messages = shown(DATA)
-    take_images(messages, "messages.0", ImageConfig())
+    check_images(messages, "messages.0", ImageConfig())
     assert (messages, checked) == (shown(DATA), [DATA])
 
 
-def test_an_image_of_an_allowed_host_is_fetched(site: Site, checked: list[str]) -> None:
-    messages = shown(f"{site.url}/3")
-    take_images(messages, "messages.0", ImageConfig(hosts=("127.0.0.1",)))
-    assert messages[0]["content"][1]["image_url"]["url"] == f"data:image/png;base64,{base64.b64encode(b'xxx').decode()}"
-    assert (site.asked, len(checked)) == (["/3"], 1)
-
-
-@pytest.mark.parametrize("url", ["{site}/3", "file:///etc/passwd", "ftp://127.0.0.1/x", "http://[", "gopher:x", ""])
-def test_nothing_else_is_fetched(site: Site, checked: list[str], url: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"messages\.0"):
-        take_images(shown(url.format(site=site.url)), "messages.0", ImageConfig(hosts=("images.example",)))
-    assert (site.asked, checked) == ([], [])
-
-
-def test_a_redirect_to_another_host_is_not_followed(site: Site, checked: list[str]) -> None:
-    elsewhere = site.url.replace("127.0.0.1", "localhost")
-    with pytest.raises(InvalidRequestError, match="fetches no images from 'localhost'"):
-        take_images(shown(f"{site.url}/to/{elsewhere}/3"), "messages.0", ImageConfig(hosts=("127.0.0.1",)))
-    assert site.asked == [f"/to/{elsewhere}/3"]
-
-
-def test_redirects_come_to_an_end(site: Site, checked: list[str]) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot be fetched"):
-        take_images(shown(f"{site.url}/to/" * 9 + "3"), "messages.0", ImageConfig(hosts=("127.0.0.1",)))
-    assert len(site.asked) < 6
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1/x", "https://images.example/x", "file:///etc/passwd", "http://[", ""]
+)
+def test_other_urls_are_refused(checked: list[str], url: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\.0: .*Send the image as a data URL"):
+        check_images(shown(url), "messages.0", ImageConfig())
+    assert checked == []
 
 
 @pytest.mark.parametrize(
@@ -127,16 +84,22 @@ def test_redirects_come_to_an_end(site: Site, checked: list[str]) -> None:
         (ImageConfig(), shown(["x"]), "valid string"),
     ],
 )
-def test_bounds_of_images(checked: list[str], config: ImageConfig, messages: Any, message: str) -> None:
+def test_bounds_of_images(
+    checked: list[str], config: ImageConfig, messages: Any, message: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        take_images(messages, "messages.0", config)
+        check_images(messages, "messages.0", config)
     assert not checked
 
 
-def test_an_image_that_is_too_large_is_not_read_to_its_end(site: Site, checked: list[str]) -> None:
+def test_bytes_are_counted_before_an_image_is_read() -> None:
+    pytest.importorskip("PIL.Image")
     with pytest.raises(InvalidRequestError, match="may have 1,000 bytes"):
-        take_images(shown(f"{site.url}/99999"), "messages.0", ImageConfig(hosts=("127.0.0.1",), image_bytes=1000))
-    assert not checked
+        check_images(
+            shown(f"data:image/png;base64,{'A' * 2000}"),
+            "messages.0",
+            ImageConfig(image_bytes=1000),
+        )
 
 
 def test_pixels_are_counted_before_an_image_is_decoded() -> None:
@@ -144,21 +107,26 @@ def test_pixels_are_counted_before_an_image_is_decoded() -> None:
     written = io.BytesIO()
     image.new("RGB", (20, 30)).save(written, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
-    take_images(shown(url), "messages.0", ImageConfig(pixels=600))
+    check_images(shown(url), "messages.0", ImageConfig(pixels=600))
     with pytest.raises(InvalidRequestError, match="599 pixels; this one has 20 x 30"):
-        take_images(shown(url), "messages.0", ImageConfig(pixels=599))
+        check_images(shown(url), "messages.0", ImageConfig(pixels=599))
     with pytest.raises(InvalidRequestError, match="cannot be read"):
-        take_images(shown(DATA), "messages.0", ImageConfig())
+        check_images(shown(DATA), "messages.0", ImageConfig())
 
 
 def test_a_model_takes_images_where_mlx_lm_has_a_processor_for_it() -> None:
     assert processor_of({"model_type": "llama"}) is None
     assert processor_of({"model_type": "llama", "vision_config": {}}) is None
     assert processor_of({"model_type": "llama", "vision_config": {"x": 1}}) is None
-    assert processor_of({"model_type": "llama", "vision_config": {"x": 1}, "processor_type": "muse_spark"}) == "muse_spark"
+    assert (
+        processor_of(
+            {"model_type": "llama", "vision_config": {"x": 1}, "processor_type": "muse_spark"}
+        )
+        == "muse_spark"
+    )
 
 
-# -- pixels ------------------------------------------------------------------------------------------------------------
+# -- pixels ----------------------------------------------------------------------------------------
 
 
 def pixels_of(count: int) -> PreparedImages:
@@ -172,7 +140,9 @@ def test_requests_share_the_bytes_of_their_pixels() -> None:
     first.hold(pixels_of(60), "messages.0")
     with pytest.raises(UnavailableError, match="too many requests with images"):
         second.hold(pixels_of(41), "messages.0")
-    with pytest.raises(InvalidRequestError, match=r"messages\.0: the images take 101 bytes .* at most 100"):
+    with pytest.raises(
+        InvalidRequestError, match=r"messages\.0: the images take 101 bytes .* at most 100"
+    ):
         second.hold(pixels_of(101), "messages.0")
     second.hold(pixels_of(40), "messages.0")
     assert budget.left == 0
@@ -195,8 +165,10 @@ def test_released_pixels_are_gone_wherever_their_request_waits() -> None:
 
 # Writes the token of an image where one is.
 WITH_IMAGES = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|patch|>{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in "
+    "m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|patch|>{% endif %}{% endfor %}{% "
+    "endif %}<|im_end|>{% endfor %}"
 )
 
 
@@ -206,8 +178,15 @@ def seeing(tmp_path: Path) -> Path:
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens(["<|image_start|>", "<|patch|>", "<|image_end|>"])
     changes = {"vocab_size": tokenizer.get_vocab_size()}
-    config = {**CONFIGS["llama"], **changes, "vision_config": {"patch_size": 4}, "processor_type": "muse_spark"}
-    return write_model(tmp_path / "seeing", make_model("llama", **changes), config, WITH_IMAGES, tokenizer)
+    config = {
+        **CONFIGS["llama"],
+        **changes,
+        "vision_config": {"patch_size": 4},
+        "processor_type": "muse_spark",
+    }
+    return write_model(
+        tmp_path / "seeing", make_model("llama", **changes), config, WITH_IMAGES, tokenizer
+    )
 
 
 def data_url(width: int, height: int) -> str:
@@ -222,19 +201,29 @@ def test_a_worker_renders_images_as_mlx_lm_does(seeing: Path) -> None:
     tokenizer = load_tokenizer(seeing)
     processor = PROCESSORS["muse_spark"].from_config(load_config(seeing))
     generator = SimpleNamespace(
-        model_provider=SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args={}))
+        model_provider=SimpleNamespace(
+            processor=processor, cli_args=SimpleNamespace(chat_template_args={})
+        )
     )
     request = CompletionRequest("chat", "", copy.deepcopy(messages), None, None)
-    *expected, vision = ResponseGenerator._tokenize(generator, tokenizer, request, SimpleNamespace(chat_template_kwargs=None))
+    *expected, vision = ResponseGenerator._tokenize(
+        generator, tokenizer, request, SimpleNamespace(chat_template_kwargs=None)
+    )
     workers = PromptWorkers(PromptConfig())
     try:
-        prepared = workers.prepare(PromptJob(TokenizerSource(str(seeing), {}), "chat", messages=messages, processor="muse_spark"))
+        prepared = workers.prepare(
+            PromptJob(
+                TokenizerSource(str(seeing), {}), "chat", messages=messages, processor="muse_spark"
+            )
+        )
     finally:
         workers.close()
     *found, images = tokenized(prepared)
     assert found == expected
     assert (images.starts, images.cache_key) == (vision.starts, vision.cache_key)
-    assert [pixels.tolist() for pixels in images.pixel_values] == [pixels.tolist() for pixels in vision.pixel_values]
+    assert [pixels.tolist() for pixels in images.pixel_values] == [
+        pixels.tolist() for pixels in vision.pixel_values
+    ]
 
 
 def test_counting_tokens_ships_no_pixels(seeing: Path) -> None:
@@ -244,7 +233,11 @@ def test_counting_tokens_ships_no_pixels(seeing: Path) -> None:
         whole, counted = (
             workers.prepare(
                 PromptJob(
-                    TokenizerSource(str(seeing), {}), "chat", messages=shown(image), processor="muse_spark", only_count=only
+                    TokenizerSource(str(seeing), {}),
+                    "chat",
+                    messages=shown(image),
+                    processor="muse_spark",
+                    only_count=only,
                 )
             )
             for only in (False, True)
@@ -254,8 +247,12 @@ def test_counting_tokens_ships_no_pixels(seeing: Path) -> None:
     assert (counted.tokens, counted.images) == (whole.tokens, None)
 
 
-def test_the_pixels_of_waiting_requests_are_bounded(seeing: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request is served and the second waits for it; a third finds no room until one of them has ended."""
+def test_the_pixels_of_waiting_requests_are_bounded(
+    seeing: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request is served and the second waits for it; a third finds no room until one
+    of them has ended.
+    """
     starts, ends = threading.Event(), threading.Event()
 
     def serve(self: Any, request: Any, stream: Any) -> None:
@@ -265,9 +262,14 @@ def test_the_pixels_of_waiting_requests_are_bounded(seeing: Path, checked: list[
 
     prepared = PreparedPrompt([1, 2, 3], [3], ["user"])
     monkeypatch.setattr(BlockpoolGenerator, "_serve_single", serve)
-    monkeypatch.setattr(PromptWorkers, "prepare", lambda self, job: replace(prepared, images=pixels_of(100)))
+    monkeypatch.setattr(
+        PromptWorkers, "prepare", lambda self, job: replace(prepared, images=pixels_of(100))
+    )
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-    message = {"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    message = {
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+    }
     chat = {"max_tokens": 4, "messages": shown(DATA)}
     with blockpool_server(seeing) as client:
         client.generator.wait_until_loaded()
@@ -281,7 +283,10 @@ def test_the_pixels_of_waiting_requests_are_bounded(seeing: Path, checked: list[
                     assert (status, answer["error"]["type"]) == (503, "server_error")
                     status, answer = client.send("/v1/messages", message)
                     assert (status, answer["error"]["type"]) == (503, "api_error")
-                    assert client.send("/v1/messages/count_tokens", message) == (200, {"input_tokens": 3})
+                    assert client.send("/v1/messages/count_tokens", message) == (
+                        200,
+                        {"input_tokens": 3},
+                    )
                 until(lambda: budget.left == 150)
         finally:
             ends.set()
@@ -291,7 +296,9 @@ def test_the_pixels_of_waiting_requests_are_bounded(seeing: Path, checked: list[
         until(lambda: budget.left == 250)
 
 
-def test_a_request_with_images_is_rendered_before_it_is_queued(seeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_with_images_is_rendered_before_it_is_queued(
+    seeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reply itself needs a model that computes images."""
     served: list[Any] = []
 
@@ -301,6 +308,10 @@ def test_a_request_with_images_is_rendered_before_it_is_queued(seeing: Path, mon
 
     monkeypatch.setattr(BlockpoolGenerator, "_serve_single", serve)
     with blockpool_server(seeing) as client:
+        status, answer = client.send(
+            "/v1/chat/completions", {"messages": shown("https://images.example/x"), "max_tokens": 4}
+        )
+        assert (status, "Send the image as a data URL" in answer["error"]["message"]) == (400, True)
         body = {"messages": shown(data_url(20, 30)), "max_tokens": 4}
         status, answer = client.send("/v1/chat/completions", body)
         assert (status, answer["error"]["message"]) == (400, "the model computes no images")
@@ -309,7 +320,10 @@ def test_a_request_with_images_is_rendered_before_it_is_queued(seeing: Path, mon
         assert (status, answer["error"]["message"][:13]) == (400, "messages[0]: ")
         monkeypatch.setattr(client.generator.registry.template, "ranks", SimpleNamespace(size=2))
         status, answer = client.send("/v1/chat/completions", body)
-        refused = "messages[0]: a server of several ranks computes no images; start one without mlx.launch for them"
+        refused = (
+            "messages[0]: a server of several ranks computes no images; start one without "
+            "mlx.launch for them"
+        )
         assert (status, answer["error"]["message"]) == (400, refused)
     ((tokens, *_, vision),) = served
     assert vision.pixel_values[0].shape[0] == 3
@@ -317,18 +331,26 @@ def test_a_request_with_images_is_rendered_before_it_is_queued(seeing: Path, mon
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_a_text_model_fetches_nothing(tmp_path: Any, site: Site, path: str) -> None:
-    url = f"{site.url}/3"
+def test_a_text_model_takes_no_images(tmp_path: Any, path: str) -> None:
+    url = "http://127.0.0.1/3"
     parts: dict[str, Any] = {
         "/v1/chat/completions": {"messages": shown(url)},
-        "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": url}}]}]},
-        "/v1/responses": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]},
+        "/v1/messages": {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "source": {"type": "url", "url": url}}],
+                }
+            ]
+        },
+        "/v1/responses": {
+            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+        },
     }
     model = save_model(tmp_path / "model", "llama")
-    with blockpool_server(model, "--allow-image-hosts", "127.0.0.1") as client:
+    with blockpool_server(model) as client:
         # Before the model is loaded, and after.
         for _ in range(2):
             status, answer = client.send(path, {"max_tokens": 16, **parts[path]})
             assert (status, "takes no images" in str(answer)) == (400, True), answer
             client.generator.wait_until_loaded() if not client.generator.registry.loaded else None
-    assert site.asked == []

@@ -1,4 +1,6 @@
-"""--kv-bits and its kin: what the options mean, what they warn of, and how a server with them serves."""
+"""--kv-bits and its kin: what the options mean, what they warn of, and how a server with them
+serves.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from models import make_model, save_model
 
 from mlx_blockpool.config import KVBits, PoolConfig, kv_bits
 from mlx_blockpool.errors import BlockpoolError, PoolExhaustedError
-from mlx_blockpool.kv.factory import spec_of_loaded
-from mlx_blockpool.kv.rounded import rounded
-from mlx_blockpool.server.models.caches import need_room
+from mlx_blockpool.kv.build import describe
+from mlx_blockpool.kv.rounded_caches import rounded
+from mlx_blockpool.server.model_caches import need_room
 from mlx_blockpool.server.options import FOUR_BITS, server_config, warnings
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
-from server.serving import Client, blockpool_server, parse
+from server.serving import Client, blockpool_server, cached_tokens, parse
 
 K8V4 = ("--kv-bits-keys", "8", "--kv-bits-values", "4")
 
@@ -40,7 +42,9 @@ K8V4 = ("--kv-bits-keys", "8", "--kv-bits-values", "4")
         (("--kv-bits", "8", "--kv-bits-keys", "16", "--kv-bits-values", "16"), None, ""),
     ],
 )
-def test_the_options_choose_the_bits_of_the_pool(arguments: tuple[str, ...], bits: KVBits | None, words: str) -> None:
+def test_the_options_choose_the_bits_of_the_pool(
+    arguments: tuple[str, ...], bits: KVBits | None, words: str
+) -> None:
     args = parse(list(arguments))
     assert server_config(args).pool.bits == bits
     assert bits is None or str(bits) == words
@@ -49,9 +53,17 @@ def test_the_options_choose_the_bits_of_the_pool(arguments: tuple[str, ...], bit
 
 
 @pytest.mark.parametrize(
-    ("option", "number"), [("--kv-bits", "3"), ("--kv-bits-keys", "2"), ("--kv-bits-values", "x"), ("--kv-group-size", "48")]
+    ("option", "number"),
+    [
+        ("--kv-bits", "3"),
+        ("--kv-bits-keys", "2"),
+        ("--kv-bits-values", "x"),
+        ("--kv-group-size", "48"),
+    ],
 )
-def test_other_numbers_are_argparses_own_error(option: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_numbers_are_argparses_own_error(
+    option: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse([option, number])
     assert f"argument {option}: invalid" in capsys.readouterr().err
@@ -60,7 +72,7 @@ def test_other_numbers_are_argparses_own_error(option: str, number: str, capsys:
 def test_other_numbers_of_a_script_are_an_error() -> None:
     with pytest.raises(BlockpoolError, match="3 bits"):
         kv_bits(3, None, None, 64)
-    with pytest.raises(BlockpoolError, match="48 values"):
+    with pytest.raises(BlockpoolError, match="48 is not a group size"):
         kv_bits(8, None, None, 48)
 
 
@@ -77,23 +89,6 @@ def test_a_start_of_quantisation_is_not_used() -> None:
     assert warnings(parse(["--quantized-kv-start", "5000"])) == []
 
 
-def test_a_store_is_coarser_than_the_pool() -> None:
-    for arguments in (
-        ["--kv-bits", "8", "--store-bits", "4"],
-        [*K8V4, "--store-bits", "4"],
-        ["--kv-bits-keys", "8", "--store-bits", "8"],
-    ):
-        assert server_config(parse(arguments)).store is not None
-    for arguments in (
-        ["--kv-bits", "8", "--store-bits", "8"],
-        ["--kv-bits", "4", "--store-bits", "8"],
-        [*K8V4, "--store-bits", "8"],
-    ):
-        with pytest.raises(BlockpoolError, match="Leave it out"):
-            server_config(parse(arguments))
-        server_config(parse([*arguments, "--no-store"]))
-
-
 OPTIONS = {KVBits(8, 8): "--kv-bits 8", KVBits(8, 4): " ".join(K8V4), KVBits(4, 4): "--kv-bits 4"}
 
 
@@ -101,10 +96,13 @@ OPTIONS = {KVBits(8, 8): "--kv-bits 8", KVBits(8, 4): " ".join(K8V4), KVBits(4, 
 def test_the_readme_has_the_bytes_of_the_spec(bits: KVBits) -> None:
     spec = ModelCacheSpec("m", (FullLayer(8, 128, 128),), "bfloat16")
     share = spec.with_bits(bits).bytes_per_token() / spec.bytes_per_token()
-    assert f"| `{OPTIONS[bits]}` | {share:.2f} | {1 / share:.2f}x |" in TEXTS["mlx_blockpool/server/README.md"]
+    assert (
+        f"| `{OPTIONS[bits]}` | {share:.2f} | {1 / share:.2f}x |"
+        in TEXTS["mlx_blockpool/server/quantised.md"]
+    )
 
 
-# -- a server ----------------------------------------------------------------------------------------------------------
+# -- a server --------------------------------------------------------------------------------------
 
 PROMPT = "Common to all agents. " * 18
 
@@ -113,21 +111,28 @@ PROMPT = "Common to all agents. " * 18
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models whose heads can be quantised; gemma2 has attention of its own."""
     folder = tmp_path_factory.mktemp("models")
-    return {name: save_model(folder / name, name, head_dim=32) for name in ("llama", "gemma3_text", "gemma2")}
+    return {
+        name: save_model(folder / name, name, head_dim=32)
+        for name in ("llama", "gemma3_text", "gemma2")
+    }
 
 
 @pytest.fixture(scope="module")
 def server(models: dict[str, Path]) -> Iterator[Client]:
     beside = ("--allow-models", str(models["llama"].parent), "--pool-bytes", "8MB")
-    with blockpool_server(models["llama"], *beside, "--kv-bits", "8", "--kv-bits-values", "4") as running:
+    with blockpool_server(
+        models["llama"], *beside, "--kv-bits", "8", "--kv-bits-values", "4"
+    ) as running:
         yield running
 
 
 def complete(client: Client, model: Path, prompt: str, **options: str) -> tuple[str, int]:
     """The reply and the number of cached tokens."""
-    status, answer = client.send("/v1/completions", {"model": str(model), "prompt": prompt, "max_tokens": 12, **options})
+    status, answer = client.send(
+        "/v1/completions", {"model": str(model), "prompt": prompt, "max_tokens": 12, **options}
+    )
     assert status == 200, answer
-    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], cached_tokens(answer["usage"])
 
 
 @cache
@@ -138,11 +143,13 @@ def loaded_once(model: Path) -> tuple[Any, Any]:
 def expected(model: Path, prompt: str, bits: KVBits | None) -> str:
     """mlx-lm's reply on its own caches, whose keys and values were quantised and dequantised."""
     loaded, tokenizer = loaded_once(model)
-    caches = rounded(make_prompt_cache(loaded), spec_of_loaded(loaded).with_bits(bits))
+    caches = rounded(make_prompt_cache(loaded), describe(loaded).with_bits(bits))
     return generate(loaded, tokenizer, prompt, max_tokens=12, prompt_cache=caches)
 
 
-def test_several_turns_of_several_models_are_those_of_rounded_caches(server: Client, models: dict[str, Path]) -> None:
+def test_several_turns_of_several_models_are_those_of_rounded_caches(
+    server: Client, models: dict[str, Path]
+) -> None:
     """gemma2 keeps its batches, and has keys and values as it computes them."""
     bits = KVBits(8, 4)
     for name, own in {"llama": bits, "gemma3_text": bits, "gemma2": None}.items():
@@ -153,21 +160,31 @@ def test_several_turns_of_several_models_are_those_of_rounded_caches(server: Cli
             assert cached > known or not turn
             known, prompt = cached, f"{prompt}{reply} And then?"
         report = server.send("/v1/cache")[1]
-        assert report["kv_bits"] == (None if own is None else {"keys": 8, "values": 4, "group_size": 64})
+        assert report["kv_bits"] == (
+            None if own is None else {"keys": 8, "values": 4, "group_size": 64}
+        )
     again, _ = complete(server, models["llama"], f"{PROMPT} First?")
     assert again == expected(models["llama"], f"{PROMPT} First?", bits)
-    # 2 layers of 2 heads: 32 bytes of keys and 16 of values, and for each a scale and a bias of 4 bytes
+    # 2 layers of 2 heads: 32 bytes of keys and 16 of values, and for each a scale and a bias of 4
+    # bytes
     (group,) = server.send("/v1/cache")[1]["groups"]
     assert group["bytes_per_block"] == 256 * 2 * 2 * (32 + 16 + 2 * 8)
-    assert server.generator.model.how == "pooled caches, 8-bit keys and 4-bit values, ragged batches"
+    assert (
+        server.generator.model.how == "pooled caches, 8-bit keys and 4-bit values, ragged batches"
+    )
 
 
-def test_a_draft_is_served_without_and_says_so(server: Client, models: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_is_served_without_and_says_so(
+    server: Client, models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     llama, prompt = models["llama"], "Hello, you"
     reply, _ = complete(server, llama, prompt, draft_model=str(llama))
     assert reply == expected(llama, prompt, None)
     assert server.send("/v1/cache")[1]["kv_bits"] is None
-    assert "llama: it runs with a draft model. Keys and values stay as the model computes them" in caplog.text
+    assert (
+        "llama: it runs with a draft model. Keys and values stay as the model computes them"
+        in caplog.text
+    )
 
 
 def test_a_model_with_windows_runs_without_its_draft_and_says_so(
@@ -179,15 +196,19 @@ def test_a_model_with_windows_runs_without_its_draft_and_says_so(
     assert reply == expected(model, prompt, KVBits(8, 4))
     assert caplog.text.count("gemma3_text runs without its draft model: windows and states") == 1
     assert "it runs with a draft model" not in caplog.text
-    assert server.generator.model.how == "pooled caches, 8-bit keys and 4-bit values, ragged batches"
+    assert (
+        server.generator.model.how == "pooled caches, 8-bit keys and 4-bit values, ragged batches"
+    )
 
 
 @pytest.mark.parametrize(("name", "is_quantised"), [("llama", True), ("gemma2", False)])
-def test_a_pool_is_too_small_before_another_model_is_unloaded_for_it(name: str, is_quantised: bool) -> None:
+def test_a_pool_is_too_small_before_another_model_is_unloaded_for_it(
+    name: str, is_quantised: bool
+) -> None:
     """gemma2 brings attention of its own, so that its blocks will not be quantised."""
     model = make_model(name, head_dim=32)
     provider: Any = SimpleNamespace(model=model, draft_model=None)
-    spec, config = spec_of_loaded(model), PoolConfig(bits=KVBits(8, 8))
+    spec, config = describe(model), PoolConfig(bits=KVBits(8, 8))
     held = spec.with_bits(config.bits) if is_quantised else spec
     least = sum(held.bytes_per_block(group) for group in held.groups)
     need_room(provider, spec, least, config)

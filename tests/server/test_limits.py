@@ -1,4 +1,6 @@
-"""How long a prompt may be and how long a reply gets: by the request, the options, the model's positions and the pool."""
+"""How long a prompt may be and how long a reply gets: by the request, the options, the model's
+positions and the pool.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_auto_is_the_default() -> None:
 
 def test_a_reply_without_a_limit_ends_where_the_pool_is_full(tmp_path: Path) -> None:
     """A model whose config.json names no limit."""
-    with blockpool_server(save_model(tmp_path / "m", "llama"), "--pool-bytes", "500KB", "--max-tokens", "auto") as ours:
+    with blockpool_server(
+        save_model(tmp_path / "m", "llama"), "--pool-bytes", "500KB", "--max-tokens", "auto"
+    ) as ours:
         answer = complete(ours)
         capacity = ours.capacity()
         ours.settle()
@@ -64,7 +68,9 @@ def test_a_reply_without_a_limit_ends_where_the_pool_is_full(tmp_path: Path) -> 
 def test_max_tokens_bounds_a_reply_whose_request_names_no_limit(small: Path) -> None:
     with blockpool_server(small, "--pool-bytes", "30MB", "--max-tokens", "30") as ours:
         assert complete(ours)["usage"]["completion_tokens"] == 30
-        assert complete(ours, max_tokens=50)["usage"]["completion_tokens"] == 50, "the request's own word counts"
+        assert complete(ours, max_tokens=50)["usage"]["completion_tokens"] == 50, (
+            "the request's own word counts"
+        )
 
 
 def test_where_nothing_has_a_limit_a_reply_has_one() -> None:
@@ -74,13 +80,17 @@ def test_where_nothing_has_a_limit_a_reply_has_one() -> None:
 
 
 def test_a_reply_by_itself_reserves_room_for_so_much(tmp_path: Path) -> None:
-    model, draft = (save_model(tmp_path / name, "llama", seed=i) for i, name in enumerate(("model", "draft")))
-    with blockpool_server(model, "--draft-model", str(draft), "--pool-bytes", "30MB", "--max-tokens", "auto") as ours:
+    model, draft = (
+        save_model(tmp_path / name, "llama", seed=i) for i, name in enumerate(("model", "draft"))
+    )
+    with blockpool_server(
+        model, "--draft-model", str(draft), "--pool-bytes", "30MB", "--max-tokens", "auto"
+    ) as ours:
         ours.generator._config = replace(ours.generator._config, alone_tokens=90)
         assert complete(ours)["usage"]["completion_tokens"] == 90
 
 
-# -- the prompt --------------------------------------------------------------------------------------------------------
+# -- the prompt ------------------------------------------------------------------------------------
 
 
 def test_a_prompt_beyond_the_positions_is_refused_in_each_protocol(small: Path) -> None:
@@ -95,17 +105,28 @@ def test_a_prompt_beyond_the_positions_is_refused_in_each_protocol(small: Path) 
         assert status == 400
         assert answer["error"]["message"].startswith("prompt is too long: ")
         assert " tokens > 300 maximum" in answer["error"]["message"]
-        assert ours.send("/v1/completions", {"prompt": "y" * 299, "max_tokens": 9})[1]["usage"]["completion_tokens"] == 1
+        assert (
+            ours.send("/v1/completions", {"prompt": "y" * 299, "max_tokens": 9})[1]["usage"][
+                "completion_tokens"
+            ]
+            == 1
+        )
         assert ours.send("/v1/completions", {"prompt": "y" * 300})[0] == 400
 
 
 @pytest.mark.parametrize(("given", "expected"), [("450", 450), ("off", None)])
-def test_max_positions_counts_in_place_of_the_config(small: Path, given: str, expected: int | None) -> None:
+def test_max_positions_counts_in_place_of_the_config(
+    small: Path, given: str, expected: int | None
+) -> None:
     with blockpool_server(small, "--pool-bytes", "30MB", "--max-positions", given) as ours:
         assert ours.send("/v1/completions", {"prompt": "y" * 400, "max_tokens": 2})[0] == 200
-        assert ours.send("/v1/completions", {"prompt": "y" * 475, "max_tokens": 2})[0] == (400 if expected else 200)
+        assert ours.send("/v1/completions", {"prompt": "y" * 475, "max_tokens": 2})[0] == (
+            400 if expected else 200
+        )
 
 
 def test_a_config_without_positions_refuses_nothing(tmp_path: Path) -> None:
-    with blockpool_server(save_model(tmp_path / "m", "llama", num_hidden_layers=1), "--pool-bytes", "30MB") as ours:
+    with blockpool_server(
+        save_model(tmp_path / "m", "llama", num_hidden_layers=1), "--pool-bytes", "30MB"
+    ) as ours:
         assert ours.send("/v1/completions", {"prompt": "y" * 5000, "max_tokens": 2})[0] == 200

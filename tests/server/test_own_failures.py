@@ -11,26 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from models import save_endless
 
 from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.server.jobs import run_on_generation_thread
+from mlx_blockpool.server.jobs import between_steps
 from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.replies import Reply
-from server.serving import Client, blockpool_server
+from server.serving import Client
 
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    folder = save_endless(tmp_path_factory.mktemp("llama"))
-    with blockpool_server(folder, "--pool-bytes", "20MB", "--prefill-step-size", "128") as running:
-        yield running
+pytestmark = pytest.mark.server("--pool-bytes 20MB --prefill-step-size 128", model="endless")
 
 
 @contextmanager
-def long_reply(client: Client) -> Iterator[Any]:
+def long_reply(server: Client) -> Iterator[Any]:
     """Lines of a stream that goes on until it is left; it has begun."""
-    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = {"prompt": "a long reply", "max_tokens": 20_000, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body))
     response = connection.getresponse()
@@ -43,10 +37,12 @@ def long_reply(client: Client) -> Iterator[Any]:
     finally:
         response.close()
         connection.close()
-    client.settle()
+    server.settle()
 
 
-def test_a_request_that_fails_at_its_start_takes_nobody_along(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_at_its_start_takes_nobody_along(
+    server: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its start and its progress come with the same step."""
     explain = LoadedModel.explain
 
@@ -56,61 +52,63 @@ def test_a_request_that_fails_at_its_start_takes_nobody_along(client: Client, mo
         explain(self, reply, cached, lookup)
 
     monkeypatch.setattr(LoadedModel, "explain", broken)
-    with long_reply(client) as lines:
-        status, answer = client.send("/v1/completions", {"prompt": "12345", "max_tokens": 3})
+    with long_reply(server) as lines:
+        status, answer = server.send("/v1/completions", {"prompt": "12345", "max_tokens": 3})
         assert status == 400
         assert "cannot explain this" in answer["error"]["message"]
-        assert len(client.generator._live) == 1
+        assert len(server.generator._live) == 1
         while not lines.readline().startswith(b"data: {"):
             pass
 
 
-def test_a_client_that_leaves_what_cannot_be_kept_takes_nobody_along(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_leaves_what_cannot_be_kept_takes_nobody_along(
+    server: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: Any, **kwargs: Any) -> int:
         raise LookupError("cannot keep this")
 
-    with long_reply(client) as lines:
+    with long_reply(server) as lines:
         with monkeypatch.context() as patch:
             patch.setattr(PrefixCache, "release", broken)
-            (served,) = client.generator.registry.loaded.values()
+            (served,) = server.generator.registry.loaded.values()
 
             def second() -> int:
                 """The number of live requests, once a second one has come and gone."""
                 return len(served.live)
 
-            connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
             body = {"prompt": "another one", "max_tokens": 20_000, "stream": True}
             connection.request("POST", "/v1/completions", json.dumps(body))
             other = connection.getresponse()
             other.readline()
-            assert run_on_generation_thread(client.generator, second) == 2
+            assert between_steps(server.generator, second) == 2
             other.close()
             connection.close()
-            while run_on_generation_thread(client.generator, second) == 2:
+            while between_steps(server.generator, second) == 2:
                 pass
-            assert run_on_generation_thread(client.generator, second) == 1
+            assert between_steps(server.generator, second) == 1
         while not lines.readline().startswith(b"data: {"):
             pass
 
 
-def test_a_turn_is_noted_when_it_ends_and_not_when_nothing_is_live(client: Client) -> None:
-    with long_reply(client):
+def test_a_turn_is_noted_when_it_ends_and_not_when_nothing_is_live(server: Client) -> None:
+    with long_reply(server):
         messages = [{"role": "user", "content": "note me"}]
-        client.chat(messages, max_tokens=2, prompt_cache_key="noted at once")
-        (served,) = client.generator.registry.loaded.values()
+        server.chat(messages, max_tokens=2, prompt_cache_key="noted at once")
+        (served,) = server.generator.registry.loaded.values()
 
         def look() -> tuple[int, bool, int]:
             agents = served.agents
             return len(served.live), "noted at once" in agents.noted, len(served.caches.turns)
 
-        assert run_on_generation_thread(client.generator, look) == (1, True, 0)
+        assert between_steps(server.generator, look) == (1, True, 0)
 
 
 def test_a_path_in_the_log_changes_no_terminal(
-    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client.generator, "hour", None)
-    with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
+    monkeypatch.setattr(server.generator, "hour", None)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(b"GET /v1/cache/hour?\x1b[2J HTTP/1.0\r\n\r\n")
         assert b" 500 " in connection.recv(100)
     assert r"/v1/cache/hour?\x1b[2J" in caplog.text
@@ -135,16 +133,51 @@ class Broken:
     ],
 )
 def test_what_mlx_raises_for_a_lost_rank_is_an_answer_in_words(
-    client: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    server: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     emit = Reply.emit
-    monkeypatch.setattr(Reply, "emit", lambda reply, token: emit(reply, replace(token, logprobs=Broken())))
-    status, answer = client.send(path, {"model": "m", **body, "stream": False})
+    monkeypatch.setattr(
+        Reply, "emit", lambda reply, token: emit(reply, replace(token, logprobs=Broken()))
+    )
+    status, answer = server.send(path, {"model": "m", **body, "stream": False})
     assert status == 503
     assert "A rank was lost" in json.dumps(answer)
-    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", path, json.dumps({"model": "m", **body, "stream": True}))
     streamed = connection.getresponse().read()
     connection.close()
     assert b"A rank was lost" in streamed
     assert b"send the request again" in streamed
+
+
+OPENAI, ANTHROPIC = {"message", "type", "param", "code"}, {"message", "type"}
+
+
+@pytest.mark.parametrize("body", [None, {}])
+@pytest.mark.parametrize(
+    ("path", "headers", "fields"),
+    [
+        ("/v1", {}, OPENAI),
+        ("/v2/chat/completions", {}, OPENAI),
+        ("/v1/chat", {}, OPENAI),
+        ("/v1/responses/x/y/z", {}, OPENAI),
+        ("/nothing", {"anthropic-version": "2023-06-01"}, ANTHROPIC),
+        ("/v1/messages/nothing", {}, ANTHROPIC),
+        ("/api/nothing", {}, None),
+    ],
+)
+def test_an_unknown_path_is_an_error_in_the_shape_of_the_protocol(
+    server: Client, path: str, headers: dict[str, str], fields: set[str] | None, body: Any
+) -> None:
+    status, answer = server.send(path, body, headers=headers)
+    assert status == 404
+    if fields is None:
+        assert answer == {
+            "error": f"Unknown path {path}. See the server's README for the endpoints."
+        }
+    else:
+        assert set(answer["error"]) == fields
+        assert answer["error"]["type"] == (
+            "not_found_error" if fields is ANTHROPIC else "invalid_request_error"
+        )
+        assert answer.get("type") == ("error" if fields is ANTHROPIC else None)

@@ -1,4 +1,6 @@
-"""The page at /: its files need no key and load nothing from elsewhere; what it reads needs the key."""
+"""The page at /: its files need no key and load nothing from elsewhere; what it reads needs the
+key.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +8,35 @@ import re
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from email.message import Message
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from models import save_model
 
 from mlx_blockpool.config import AccessConfig
-from mlx_blockpool.server import page
+from mlx_blockpool.server import jobs
 from mlx_blockpool.server.access import AccessPolicy, is_page
+from mlx_blockpool.server.bodies import StatusError
 from mlx_blockpool.server.jobs import Job
-from mlx_blockpool.server.page import cache_map
-from mlx_blockpool.server.page.cache_map import CacheMaps
-from server.serving import Client, at_once, blockpool_server
+from mlx_blockpool.server.watch import cache_map, page
+from mlx_blockpool.server.watch.cache_map import CacheMaps
+from server.serving import Client, at_once
+
+pytestmark = pytest.mark.server(
+    "--pool-bytes 30MB", model="llama", keys="ann:key-of-ann\nbob:key-of-bob\n"
+)
 
 NAMES = sorted(page.TYPES)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("ann:key-of-ann\nbob:key-of-bob\n")
-    model = save_model(tmp_path_factory.mktemp("llama"), "llama")
-    with blockpool_server(model, "--pool-bytes", "30MB", "--api-key-file", str(keys)) as running:
-        yield running
-
-
-def get(server: Client, path: str, method: str = "GET", **headers: str) -> tuple[int, Message, bytes]:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers, method=method)
+def get(
+    server: Client, path: str, method: str = "GET", **headers: str
+) -> tuple[int, Message, bytes]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}{path}", headers=headers, method=method
+    )
     try:
         with urllib.request.urlopen(request) as answer:
             return answer.status, answer.headers, answer.read()
@@ -73,7 +73,11 @@ def test_what_the_page_reads_needs_the_key(server: Client) -> None:
 def test_files_of_the_folder_are_those_that_are_served() -> None:
     # The README's picture of the page is not part of it.
     others = ("__pycache__", "picture.png")
-    found = {entry.name for entry in files(page).iterdir() if not entry.name.endswith(".py") and entry.name not in others}
+    found = {
+        entry.name
+        for entry in files(page).iterdir()
+        if not entry.name.endswith(".py") and entry.name not in others
+    }
     assert found == set(NAMES)
     assert sum(len(page.read(name)) for name in NAMES) < 100_000
 
@@ -82,23 +86,39 @@ def test_nothing_is_inline_or_from_elsewhere() -> None:
     html = text("index.html")
     assert re.findall(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=|javascript:", html) == []
     for name in NAMES:
-        assert [url for url in re.findall(r"https?://[^\"'\s]+", text(name)) if "www.w3.org" not in url] == [], name
-    assert {*re.findall(r"(?:src|href)=\"(?!#)([^\"]+)\"", html)} <= {path.removeprefix("/") for path in page.PATHS}
+        assert [
+            url for url in re.findall(r"https?://[^\"'\s]+", text(name)) if "www.w3.org" not in url
+        ] == [], name
+    assert {*re.findall(r"(?:src|href)=\"(?!#)([^\"]+)\"", html)} <= {
+        path.removeprefix("/") for path in page.PATHS
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".js")])
 def test_text_is_never_parsed(name: str) -> None:
-    assert re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|DOMParser", text(name)) == []
+    assert (
+        re.findall(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|DOMParser",
+            text(name),
+        )
+        == []
+    )
     imported = re.findall(r"from \"\./([^\"]+)\"", text(name))
     assert set(imported) <= set(NAMES)
 
 
 def test_every_endpoint_that_the_page_names_is_one_of_the_server(server: Client) -> None:
-    named = set(re.findall(r"[\"`]((?:v1|admin|health)[/\w]*)", "".join(text(name) for name in NAMES)))
-    assert {f"/{path}".rstrip("/") for path in named} >= {path for path in page.FIGURES if path != "/health"}
+    named = set(
+        re.findall(r"[\"`]((?:v1|admin|health)[/\w]*)", "".join(text(name) for name in NAMES))
+    )
+    assert {f"/{path}".rstrip("/") for path in named} >= {
+        path for path in page.FIGURES if path != "/health"
+    }
 
 
-def test_figures_that_are_read_again_and_again_are_not_logged(server: Client, capfd: pytest.CaptureFixture[str]) -> None:
+def test_figures_that_are_read_again_and_again_are_not_logged(
+    server: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
     for path in ("/v1/cache", "/v1/cache/nothing", "/v1/models"):
         get(server, path, Authorization="Bearer key-of-ann")
     logged = re.findall(r'"GET (\S+) HTTP', capfd.readouterr().err)
@@ -114,8 +134,13 @@ def headers_of(**headers: str) -> Message:
 
 def test_acts_of_the_own_page_pass_the_check_of_origins() -> None:
     def status(config: AccessConfig, origin: str, host: str) -> int | None:
-        rejected = AccessPolicy(config).check("POST", "/v1/agents/a/pin", headers_of(Host=host, Origin=origin))
-        return rejected and rejected.status
+        try:
+            AccessPolicy(config).check(
+                "POST", "/v1/agents/a/pin", headers_of(Host=host, Origin=origin)
+            )
+        except StatusError as error:
+            return error.status
+        return None
 
     remote = AccessConfig(host="0.0.0.0", allow_remote=True)
     assert status(remote, "http://192.168.1.7:8080", "192.168.1.7:8080") is None
@@ -130,11 +155,11 @@ def test_acts_of_the_own_page_pass_the_check_of_origins() -> None:
 
 def test_the_page_is_part_of_the_wheel() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    (patterns,) = re.findall(r'"mlx_blockpool.server.page" = \[(.*)\]', project)
+    (patterns,) = re.findall(r'"mlx_blockpool.server.watch.page" = \[(.*)\]', project)
     assert {f'"*{Path(name).suffix}"' for name in NAMES} == set(patterns.split(", "))
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def ask(server: Client, who: str, path: str, body: Any = None) -> Any:
@@ -145,7 +170,7 @@ def ask(server: Client, who: str, path: str, body: Any = None) -> Any:
 
 @pytest.fixture
 def always_new(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every map is a new survey."""
+    """Every map is a new snapshot."""
     monkeypatch.setattr(cache_map, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(cache_map, "REST", 0)
     server.generator.maps = CacheMaps(server.generator)
@@ -154,7 +179,11 @@ def always_new(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_map_is_that_of_the_pool(server: Client, always_new: None) -> None:
     system = {"role": "system", "content": "All agents begin like this. " * 24}
     for who, name in (("ann", "one"), ("ann", "two"), ("bob", "one")):
-        chat = {"messages": [system, {"role": "user", "content": f"{who} {name}"}], "max_tokens": 2, "user": name}
+        chat = {
+            "messages": [system, {"role": "user", "content": f"{who} {name}"}],
+            "max_tokens": 2,
+            "user": name,
+        }
         ask(server, who, "/v1/chat/completions", chat)
     server.settle()
     found = {who: ask(server, who, "/v1/cache/map") for who in ("ann", "bob")}
@@ -179,11 +208,19 @@ def test_the_map_is_that_of_the_pool(server: Client, always_new: None) -> None:
 
 def test_requests_in_progress_are_those_of_the_owner(server: Client, always_new: None) -> None:
     seen: list[Any] = []
-    chat = {"messages": [{"role": "user", "content": "Go on. " * 40}], "max_tokens": 90, "user": "long"}
+    chat = {
+        "messages": [{"role": "user", "content": "Go on. " * 40}],
+        "max_tokens": 90,
+        "user": "long",
+    }
 
     def look() -> None:
         while not seen:
-            seen.extend(request for request in ask(server, "ann", "/v1/cache/map")["requests"] if request["generated"])
+            seen.extend(
+                request
+                for request in ask(server, "ann", "/v1/cache/map")["requests"]
+                if request["generated"]
+            )
             assert ask(server, "bob", "/v1/cache/map")["requests"] == []
 
     at_once([lambda: ask(server, "ann", "/v1/chat/completions", chat), look])
@@ -193,7 +230,7 @@ def test_requests_in_progress_are_those_of_the_owner(server: Client, always_new:
 
 
 @pytest.mark.parametrize(("rest", "is_new"), [(0.0, True), (1e12, False)])
-def test_the_next_survey_waits_for_a_multiple_of_what_the_last_one_took(
+def test_the_next_snapshot_waits_for_a_multiple_of_what_the_last_one_took(
     server: Client, monkeypatch: pytest.MonkeyPatch, rest: float, is_new: bool
 ) -> None:
     monkeypatch.setattr(cache_map, "LEAST_SECONDS", 0.0)
@@ -215,9 +252,11 @@ def test_the_next_survey_waits_for_a_multiple_of_what_the_last_one_took(
     assert (len(jobs) > first) == is_new
 
 
-def test_a_survey_ends_where_models_change(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_map, "STEP_SECONDS", -1.0)
-    # A survey of several steps.
+def test_a_snapshot_ends_where_models_change(
+    server: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "SLICE_SECONDS", -1.0)
+    # A snapshot of several slices.
     ask(server, "ann", "/v1/completions", {"prompt": "A prompt. " * 40, "max_tokens": 1})
     generator, maps = server.generator, CacheMaps(server.generator)
     put = generator.requests.put
@@ -225,7 +264,7 @@ def test_a_survey_ends_where_models_change(server: Client, monkeypatch: pytest.M
     def stopping(job: Any) -> None:
         put(job)
         if maps._pending is not None:
-            # Between two steps of the survey, as a swap of models begins.
+            # Between two slices of the snapshot, as a swap of models begins.
             put(Job(maps.stop))
 
     generator.requests.put = stopping

@@ -1,10 +1,11 @@
-"""The page in a real headless Chromium: what it shows, what its buttons do, and that nothing from clients runs as code."""
+"""The page in a real headless Chromium: what it shows, what its buttons do, and that nothing
+from clients runs as code.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,17 +18,29 @@ from urllib.parse import quote
 import pytest
 from models import save_model
 
-from server.serving import Client, blockpool_server
+from mlx_blockpool.commands import top, top_screen
+from server.serving import Client, blockpool_server, until
 
-sync_api: Any = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`: pip install -e '.[browser]'")
+pytestmark = pytest.mark.server("--pool-bytes 30MB", model="llama", is_stored=True)
+
+sync_api: Any = pytest.importorskip(
+    "playwright.sync_api", reason="needs the extra `browser`: pip install -e '.[browser]'"
+)
 expect = sync_api.expect
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 # Other tests run beside these.
 PATIENCE = 30_000
-# A browser logs each 401, by which the page knows that there is a key, and each 409 to what a person wants.
+expect.set_options(timeout=PATIENCE)
+# A browser logs each 401, by which the page knows that there is a key, and each 409 to what a
+# person wants.
 EXPECTED = "status of 4(01|09)"
-VIOLATIONS = "addEventListener('securitypolicyviolation', event => console.error('violated ' + event.violatedDirective))"
-FOCUSED = "(document.activeElement.getAttribute('aria-label') || document.activeElement.textContent).trim()"
+VIOLATIONS = (
+    "addEventListener('securitypolicyviolation', event => console.error('violated ' + "
+    "event.violatedDirective))"
+)
+FOCUSED = (
+    "(document.activeElement.getAttribute('aria-label') || "
+    "document.activeElement.textContent).trim()"
+)
 # Notes the number of the last event that the page has received.
 HEARING = """
 const asked = fetch;
@@ -41,28 +54,21 @@ window.fetch = async (path, ...rest) => {
   return new Response(own, response);
 };
 """
-LONG = "a name that is so long that it does not fit into any column of any table at any width of any screen"
+LONG = (
+    "a name that is so long that it does not fit into any column of any table at any width of any "
+    "screen"
+)
 HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;"
 OPTIONS = ("--pool-bytes", "30MB")
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
-        pytest.skip(f"no browser is installed: needs one of {', '.join(PROGRAMS)}")
-    expect.set_options(timeout=PATIENCE)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """visit(client): a tab with the page. In the end no tab may have had an error, a violation of the policy or an alert.
+    """visit(client): a tab with the page. In the end no tab may have had an error, a violation of
+    the policy or an alert.
 
-    A test that starts a server of its own closes the tab before that server ends: a lost connection is an error of the tab.
+    A test that starts a server of its own closes the tab before that server ends: a lost connection
+    is an error of the tab.
     """
     faults: list[str] = []
     contexts = []
@@ -75,10 +81,18 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
         contexts.append(context)
         context.set_default_timeout(PATIENCE)
         context.add_init_script(
-            "addEventListener('securitypolicyviolation', e => console.error('violated ' + e.violatedDirective))"
+            "addEventListener('securitypolicyviolation', e => console.error('violated ' + "
+            "e.violatedDirective))"
         )
         tab = context.new_page()
-        tab.on("console", lambda said: said.type == "error" and not re.search(EXPECTED, said.text) and faults.append(said.text))
+        tab.on(
+            "console",
+            lambda said: (
+                said.type == "error"
+                and not re.search(EXPECTED, said.text)
+                and faults.append(said.text)
+            ),
+        )
         tab.on("pageerror", lambda error: faults.append(str(error)))
         tab.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
         tab.goto(f"http://127.0.0.1:{client.port}{path}")
@@ -88,17 +102,6 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert faults == []
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with blockpool_server(model, *OPTIONS, "--store-dir", str(tmp_path_factory.mktemp("store"))) as running:
-        yield running
 
 
 def talk(server: Client, agent: str, text: str = "Hello", **options: Any) -> None:
@@ -118,12 +121,6 @@ def confirm(tab: Any) -> None:
     expect(tab.locator("#question")).not_to_be_visible()
 
 
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what the server or the browser is doing."""
-    while not condition():
-        threading.Event().wait(0.02)
-
-
 def map_of(server: Client) -> dict[str, Any]:
     return server.send("/v1/cache/map")[1]  # type: ignore[no-any-return]
 
@@ -134,7 +131,8 @@ def pinned_names(server: Client) -> list[str]:
 
 
 class Clock:
-    """A tab's clock, which stands still but for pass_a_second(): no busy machine makes the page late, and no wait makes it early.
+    """A tab's clock, which stands still but for pass_a_second(): no busy machine makes the page
+    late, and no wait makes it early.
 
     Time passes in steps, and the page has the answers to what it has asked for before the next one.
     """
@@ -142,7 +140,9 @@ class Clock:
     def __init__(self, tab: Any) -> None:
         self._tab = tab
         self._open: set[Any] = set()
-        tab.on("request", lambda request: request.url.endswith("/events") or self._open.add(request))
+        tab.on(
+            "request", lambda request: request.url.endswith("/events") or self._open.add(request)
+        )
         for end in ("requestfinished", "requestfailed"):
             tab.on(end, lambda request: self._open.discard(request))
         tab.clock.pause_at(tab.evaluate("Date.now() + 1000"))
@@ -163,7 +163,9 @@ class Clock:
             self._tab.wait_for_timeout(20)
 
 
-def test_an_agent_is_shown_and_pinned_after_a_question(server: Client, visit: Callable[..., Any]) -> None:
+def test_an_agent_is_shown_and_pinned_after_a_question(
+    server: Client, visit: Callable[..., Any]
+) -> None:
     talk(server, HOSTILE, f"{HOSTILE} says hello. " * 20)
     tab = visit(server, has_clock=True)
     expect(names(tab)).to_have_text([HOSTILE])
@@ -191,9 +193,18 @@ def test_an_agent_is_shown_and_pinned_after_a_question(server: Client, visit: Ca
 @contextmanager
 def stream(server: Client, agent: str, tokens: int = 30000) -> Iterator[socket.socket]:
     """A reply that says the same token again and again, until the client hangs up."""
-    asked = {"prompt": f"{agent} goes on", "max_tokens": tokens, "stream": True, "user": agent, "logit_bias": {"65": 100}}
+    asked = {
+        "prompt": f"{agent} goes on",
+        "max_tokens": tokens,
+        "stream": True,
+        "user": agent,
+        "logit_bias": {"65": 100},
+    }
     body = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: "
+        f"close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(head.encode() + body)
         yield client
@@ -201,7 +212,10 @@ def stream(server: Client, agent: str, tokens: int = 30000) -> Iterator[socket.s
 
 @contextmanager
 def eight_streams(server: Client) -> Iterator[None]:
-    """Eight sequences decode. A stream that has two blocks ends and begins again, so that the pool has room for others."""
+    """Eight sequences decode.
+
+    A stream that has two blocks ends and begins again, so that the pool has room for others.
+    """
     stop = threading.Event()
 
     def go_on(number: int) -> None:
@@ -226,7 +240,14 @@ def test_each_change_is_shown_within_a_second_while_eight_sequences_decode(
     model: Path, tmp_path: Path, visit: Callable[..., Any]
 ) -> None:
     other = save_model(tmp_path / "other", "qwen2")
-    options = ("--max-models", "2", "--allow-models", str(other), "--store-dir", str(tmp_path / "store"))
+    options = (
+        "--max-models",
+        "2",
+        "--allow-models",
+        str(other),
+        "--store-dir",
+        str(tmp_path / "store"),
+    )
     with blockpool_server(model, "--pool-bytes", "24MB", *options) as server, eight_streams(server):
         talk(server, "cold", "Cold begins. " * 40)
         tab = visit(server, has_clock=True)
@@ -249,7 +270,11 @@ def test_each_change_is_shown_within_a_second_while_eight_sequences_decode(
         until(lambda: pinned in pinned_names(server))
         clock.pass_a_second()
         row = tab.locator("#agent-table tr")
-        expect(row.filter(has=tab.get_by_role("button", name=pinned, exact=True)).locator(".chip-pinned")).to_be_visible()
+        expect(
+            row.filter(has=tab.get_by_role("button", name=pinned, exact=True)).locator(
+                ".chip-pinned"
+            )
+        ).to_be_visible()
         expect(tab.locator("#alarms")).to_contain_text("1 pinned agent may leave memory.")
 
         evict(server, "cold")
@@ -264,7 +289,10 @@ def test_each_change_is_shown_within_a_second_while_eight_sequences_decode(
 
 
 def pin_until_full(server: Client) -> str:
-    """Pin agents until the pins have all of their room in memory. Returns the name of the last one."""
+    """Pin agents until the pins have all of their room in memory.
+
+    Returns the name of the last one.
+    """
     for number in count():
         talk(server, f"pinned-{number}", f"{number} stays. " * 200)
         if not server.send(f"/v1/agents/pinned-{number}/pin", {})[1]["pinned_in_memory"]:
@@ -312,6 +340,52 @@ def test_acts_on_agents(server: Client, visit: Callable[..., Any]) -> None:
     assert "ann" not in [agent["name"] for agent in server.send("/v1/agents")[1]["agents"]]
 
 
+def memory_in_top(server: Client) -> str:
+    """The figures of the line `memory` of `mlx-blockpool top`."""
+    facts = top.Server(f"http://127.0.0.1:{server.port}", None)
+    facts.read()
+    (line,) = [
+        line
+        for line in top_screen.text(facts.facts, facts.url).splitlines()
+        if line.startswith("memory")
+    ]
+    return line.partition("  ")[2].lstrip(" " + top_screen.FULL + top_screen.EMPTY)
+
+
+@pytest.mark.thorough
+def test_a_figure_that_is_shown_twice_is_the_same(model: Path, visit: Callable[..., Any]) -> None:
+    """The tokens of an agent in the tree and in the table, and the memory on the page and in
+    `top`.
+    """
+    with blockpool_server(model, "--pool-bytes", "4MB", "--preallocate") as client:
+        talk(client, "gone", "gone begins. " * 100)
+        tab = visit(client)
+        expect(names(tab)).to_have_text(["gone"])
+        cache = client.send("/v1/cache")[1]
+        assert cache["used_bytes"] < cache["array_bytes"]
+        assert memory_in_top(client) == tab.locator(".tile .value").first.inner_text()
+        for number in count():
+            evicted = agent_of(client, "gone")
+            if evicted["tokens_in_memory"] < evicted["tokens"]:
+                break
+            talk(client, f"filler-{number}", f"{number} fills. " * 40)
+        assert evicted["tokens_in_memory"] > 0
+        tab.reload()
+        for name in ("gone", "filler-0"):
+            tokens = f"{agent_of(client, name)['tokens']:,}"
+            expect(tab.locator("#tree .rows li", has_text=name).locator("span")).to_have_text(
+                tokens
+            )
+            expect(
+                tab.locator("#agent-table tr", has_text=name).locator(".figure").first
+            ).to_have_text(tokens)
+        evict(client, "gone")
+        expect(tab.locator("#agent-table tr", has_text="gone").locator(".chip")).to_have_text(
+            ["not cached"]
+        )
+        tab.close()
+
+
 @pytest.mark.thorough
 def test_a_model_is_unloaded_and_loaded(server: Client, visit: Callable[..., Any]) -> None:
     tab = visit(server)
@@ -319,6 +393,11 @@ def test_a_model_is_unloaded_and_loaded(server: Client, visit: Callable[..., Any
     confirm(tab)
     tab.get_by_role("button", name="Load", exact=True).click()
     expect(tab.locator("#serving")).to_have_text("no model is loaded")
+    # The server has a store, and no figures of it.
+    for number in (0, 1):
+        expect(tab.locator(".tile").nth(number)).to_have_text(
+            re.compile("^(Memory|Disk)\u2013no model is loaded$")
+        )
     confirm(tab)
     expect(tab.locator("#models .chip-loaded")).to_have_text("loaded")
     server.settle()
@@ -370,7 +449,10 @@ def test_the_key_is_asked_for_once(model: Path, visit: Callable[..., Any]) -> No
         assert tab.locator("#tiles .tile").count() == 0
         tab.keyboard.press("Escape")
         expect(tab.locator("#key")).to_be_visible()
-        for typed, error in (("a wrong key", "The server does not know that key."), ("a secret key", None)):
+        for typed, error in (
+            ("a wrong key", "The server does not know that key."),
+            ("a secret key", None),
+        ):
             tab.locator("#key-input").fill(typed)
             tab.keyboard.press("Enter")
             if error:
@@ -390,44 +472,62 @@ def test_the_key_is_asked_for_once(model: Path, visit: Callable[..., Any]) -> No
 @pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 800, 1440])
-def test_it_fits_and_has_contrast(server: Client, visit: Callable[..., Any], scheme: str, width: int) -> None:
+def test_it_fits_and_has_contrast(
+    server: Client, visit: Callable[..., Any], scheme: str, width: int
+) -> None:
     talk(
         server,
-        "a name that is so long that it does not fit into any column of any table at any width of any screen",
+        "a name that is so long that it does not fit into any column of any table at any width of "
+        "any screen",
         "Long. " * 50,
     )
     tab = visit(server, color_scheme=scheme, viewport={"width": width, "height": 800})
     expect(names(tab).first).to_be_visible()
     assert tab.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-    ink, paper = tab.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+    ink, paper = tab.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    )
     lightness = [sum(map(int, colour[4:-1].split(","))) for colour in (ink, paper)]
     assert (lightness[0] < lightness[1]) == (scheme == "light")
     assert abs(lightness[0] - lightness[1]) > 500
-    unnamed = "[...document.querySelectorAll('button, input, canvas, svg, [role=img]')].filter(e => !e.closest('dialog') && "
-    unnamed += "!e.textContent.trim() && !e.ariaLabel && e.ariaHidden !== 'true').map(e => e.outerHTML)"
+    unnamed = (
+        "[...document.querySelectorAll('button, input, canvas, svg, [role=img]')].filter(e => "
+        "!e.closest('dialog') && "
+    )
+    unnamed += (
+        "!e.textContent.trim() && !e.ariaLabel && e.ariaHidden !== 'true').map(e => e.outerHTML)"
+    )
     assert tab.evaluate(unnamed) == []
 
 
 @pytest.mark.thorough
-def test_the_first_line_that_differs_is_shown_side_by_side(server: Client, visit: Callable[..., Any]) -> None:
+def test_the_first_line_that_differs_is_shown_side_by_side(
+    server: Client, visit: Callable[..., Any]
+) -> None:
     for day in ("Monday <b>", "Tuesday <i>"):
         talk(server, "dated", f"{'Notes. ' * 60}\nToday is {day} in May.\nWhat now?")
     tab = visit(server)
     row = tab.locator("#requests tbody th .name").first
     expect(row).to_have_text("dated")
     row.click()
-    expect(tab.locator("#requests figure pre")).to_have_text(["Today is Monday <b> in May.", "Today is Tuesday <i> in May."])
+    expect(tab.locator("#requests figure pre")).to_have_text(
+        ["Today is Monday <b> in May.", "Today is Tuesday <i> in May."]
+    )
     expect(tab.locator("#requests figure mark")).to_have_text(["Monday <b", "Tuesday <i"])
 
 
 @pytest.mark.thorough
-def test_running_requests_are_shown_while_they_run(server: Client, visit: Callable[..., Any]) -> None:
+def test_running_requests_are_shown_while_they_run(
+    server: Client, visit: Callable[..., Any]
+) -> None:
     tab = visit(server)
     expect(tab.locator("#state")).to_have_text("live")
     with stream(server, "runner"):
         expect(tab.locator("#running .who")).to_have_text(["runner"])
         expect(tab.locator("#running .chip")).to_have_text("decode")
-        expect(tab.locator("#agent-table .chip-decode, #running .chip-decode").first).to_be_visible()
+        expect(
+            tab.locator("#agent-table .chip-decode, #running .chip-decode").first
+        ).to_be_visible()
     expect(tab.locator("#running")).to_contain_text("Nothing is running")
     server.settle()
 
@@ -439,7 +539,9 @@ def test_a_server_that_is_gone_is_an_alarm(model: Path, chromium: Any) -> None:
         tab.goto(f"http://127.0.0.1:{client.port}/")
         expect(tab.locator("#state")).to_have_text("live")
     # The server's threads outlive it for a moment in the process of the test.
-    expect(tab.locator("#alarms .alarm")).to_contain_text(re.compile("^The (server does not answer|generation thread has ended)"))
+    expect(tab.locator("#alarms .alarm")).to_contain_text(
+        re.compile("^The (server does not answer|generation thread has ended)")
+    )
     expect(tab.locator("#state")).to_have_text("no connection")
     tab.close()
 
@@ -453,7 +555,12 @@ def answering(content: Any) -> Callable[[Any], None]:
 def test_what_needs_attention_is_said_in_words(server: Client, visit: Callable[..., Any]) -> None:
     talk(server, "ann")
     cache, models = server.send("/v1/cache")[1], server.send("/admin/models")[1]
-    cache["health"] = {"status": "stalled", "doing": "prefill and decode", "restarts": 2, "seconds_since_progress": 130.0}
+    cache["health"] = {
+        "status": "stalled",
+        "doing": "prefill and decode",
+        "restarts": 2,
+        "seconds_since_progress": 130.0,
+    }
     cache["alarm"] = "almost no known token is resumed"
     cache["kv_bits"] = {"keys": 8, "values": 4, "group_size": 64}
     cache["store"] |= {"problem": "No space left on device", "quarantine_bytes": 1000}
@@ -478,7 +585,9 @@ def test_what_needs_attention_is_said_in_words(server: Client, visit: Callable[.
 
 
 @pytest.mark.thorough
-def test_blocks_are_coloured_by_state_or_by_agent(server: Client, visit: Callable[..., Any]) -> None:
+def test_blocks_are_coloured_by_state_or_by_agent(
+    server: Client, visit: Callable[..., Any]
+) -> None:
     for agent in ("left", "right"):
         talk(server, agent, "Both begin like this. " * 60 + agent * 90)
     tab = visit(server)

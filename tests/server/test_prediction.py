@@ -1,37 +1,28 @@
-"""OpenAI's `prediction`: the reply is the same, what is right of it comes faster, and the usage says how much was."""
+"""OpenAI's `prediction`: the reply is the same, what is right of it comes faster, and the usage
+says how much was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from models import save_endless
 from openai import OpenAI
 
 from mlx_blockpool.config import RequestConfig
-from server.serving import Client, blockpool_server
+from server.serving import Client, blockpool_server, text_of
+
+pytestmark = pytest.mark.server("--pool-bytes 20MB --drafts 5", model="endless")
 
 MESSAGES = [{"role": "user", "content": "Write it again."}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_endless(tmp_path_factory.mktemp("endless"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Client]:
-    with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "5") as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
 def reply(model: Path) -> str:
     """What the model replies without drafts."""
     with blockpool_server(model, "--pool-bytes", "20MB") as client:
-        return str(ask(client)["choices"][0]["message"]["content"])
+        return text_of(ask(client))
 
 
 def ask(client: Client, content: Any = None, salt: str = "plain", **options: Any) -> dict[str, Any]:
@@ -48,7 +39,7 @@ def counts(answer: dict[str, Any]) -> tuple[int, int]:
 
 def test_a_right_prediction_is_accepted(server: Client, reply: str) -> None:
     answer = ask(server, reply, "right")
-    assert answer["choices"][0]["message"]["content"] == reply
+    assert text_of(answer) == reply
     accepted, rejected = counts(answer)
     assert accepted >= 24
     assert rejected == 0
@@ -59,7 +50,7 @@ def test_a_right_prediction_is_accepted(server: Client, reply: str) -> None:
 def test_text_may_come_in_parts_and_what_differs_is_rejected(server: Client, reply: str) -> None:
     parts = [{"type": "text", "text": reply[:15]}, {"type": "text", "text": "#" + reply[16:]}]
     answer = ask(server, parts, "parts")
-    assert answer["choices"][0]["message"]["content"] == reply
+    assert text_of(answer) == reply
     accepted, rejected = counts(answer)
     assert accepted > 12
     assert rejected > 0
@@ -67,11 +58,13 @@ def test_text_may_come_in_parts_and_what_differs_is_rejected(server: Client, rep
 
 def test_a_wrong_prediction_changes_nothing(server: Client, reply: str) -> None:
     answer = ask(server, "#" * 60, "wrong")
-    assert answer["choices"][0]["message"]["content"] == reply
+    assert text_of(answer) == reply
     assert counts(answer)[0] == 0
 
 
-def test_choices_count_together_and_a_stream_has_the_counts_at_its_end(server: Client, reply: str) -> None:
+def test_choices_count_together_and_a_stream_has_the_counts_at_its_end(
+    server: Client, reply: str
+) -> None:
     client = OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none")
     stream = client.chat.completions.create(
         model="default_model",
@@ -89,10 +82,12 @@ def test_choices_count_together_and_a_stream_has_the_counts_at_its_end(server: C
     assert usage.completion_tokens_details.rejected_prediction_tokens == 0
 
 
-def test_without_drafts_nothing_is_accepted_and_without_a_prediction_nothing_is_counted(model: Path, reply: str) -> None:
+def test_without_drafts_nothing_is_accepted_and_without_a_prediction_nothing_is_counted(
+    model: Path, reply: str
+) -> None:
     with blockpool_server(model, "--pool-bytes", "20MB") as client:
         answer = ask(client, reply)
-        assert answer["choices"][0]["message"]["content"] == reply
+        assert text_of(answer) == reply
         assert counts(answer) == (0, 0)
         assert "completion_tokens_details" not in ask(client)["usage"]
 
@@ -102,7 +97,10 @@ def test_without_drafts_nothing_is_accepted_and_without_a_prediction_nothing_is_
     [
         ({"type": "content"}, "prediction.content: Field required"),
         ({"type": "text", "content": "x"}, "prediction.type: Input should be 'content'"),
-        ({"type": "content", "content": [{"type": "image", "text": "x"}]}, "prediction.content[0].type: Input should be 'text'"),
+        (
+            {"type": "content", "content": [{"type": "image", "text": "x"}]},
+            "prediction.content[0].type: Input should be 'text'",
+        ),
         ({"type": "content", "content": 3}, "prediction.content: Input should be a valid list"),
         ("text", "prediction: Input should be a valid dictionary"),
         (
@@ -112,6 +110,8 @@ def test_without_drafts_nothing_is_accepted_and_without_a_prediction_nothing_is_
     ],
 )
 def test_what_is_no_prediction_is_refused(server: Client, prediction: Any, message: str) -> None:
-    status, answer = server.send("/v1/chat/completions", {"messages": MESSAGES, "prediction": prediction})
+    status, answer = server.send(
+        "/v1/chat/completions", {"messages": MESSAGES, "prediction": prediction}
+    )
     assert status == 400
     assert answer["error"]["message"].startswith(message)

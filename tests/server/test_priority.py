@@ -1,4 +1,6 @@
-"""Priority in requests: in the body of every protocol, and by the headers of clients whose sub-agents come behind them."""
+"""Priority in requests: in the body of every protocol, and by the headers of clients whose
+sub-agents come behind them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ from mlx_blockpool.server.models.queue import ModelQueue, ModelUsage, QueueEntry
 from mlx_blockpool.server.scope import RequestScope, is_of_sub_agent
 from mlx_blockpool.server.validation import Serving
 from server.serving import Client
+
+pytestmark = pytest.mark.server("--pool-bytes 20MB --prefill-step-size 128", model="agent")
 
 CAPTURED = Path(__file__).parent / "sub_agents.json"
 CHAT = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1}
@@ -42,7 +46,9 @@ def priorities(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_each_protocol_has_it(server: Client, priorities: list[int], path: str, body: dict[str, Any]) -> None:
+def test_each_protocol_has_it(
+    server: Client, priorities: list[int], path: str, body: dict[str, Any]
+) -> None:
     sub = {"X-Claude-Code-Agent-Id": "a1b2"}
     for more, headers in (({}, {}), ({"priority": -3}, {}), ({}, sub), ({"priority": 0}, sub)):
         assert server.send(path, {**body, **more}, headers=headers)[0] == 200
@@ -67,7 +73,9 @@ def test_which_headers_tell_of_a_sub_agent(headers: dict[str, str], is_sub: bool
 
 
 @pytest.mark.parametrize("seen", json.loads(CAPTURED.read_text()), ids=lambda seen: seen["client"])
-def test_headers_of_real_clients_tell_main_threads_from_sub_agents(seen: dict[str, Any], server: Client) -> None:
+def test_headers_of_real_clients_tell_main_threads_from_sub_agents(
+    seen: dict[str, Any], server: Client
+) -> None:
     """What each sent as it started a sub-agent in a session."""
     scopes = []
     for kind in ("main", "sub"):
@@ -95,13 +103,19 @@ def test_a_model_without_batches_takes_lower_values_first() -> None:
     while (entry := queue.next([ModelUsage("model", False, 0.0, 0.0)])) is not None:
         order.append(entry.item)
         queue.remove(entry)
-    # What has waited for twenty seconds more is due before what has come by two steps more important.
+    # What has waited for twenty seconds more is due before what has come by two steps more
+    # important.
     assert order == ["urgent", "first", "late", "newer"]
 
 
 def test_no_request_overtakes_an_earlier_one_of_its_agent() -> None:
     queue = ModelQueue(30.0, clock=lambda: 0.0)
-    for item, priority, agent in (("first", 1, "ann"), ("second", -1, "ann"), ("bob's", 0, "bob"), ("nobody's", -1, None)):
+    for item, priority, agent in (
+        ("first", 1, "ann"),
+        ("second", -1, "ann"),
+        ("bob's", 0, "bob"),
+        ("nobody's", -1, None),
+    ):
         queue.add("model", item, priority, agent)
     assert [entry.item for entry in queue] == ["nobody's", "bob's", "first", "second"]
 

@@ -1,13 +1,18 @@
-"""Prompts in worker processes: the same prompts as mlx-lm's, bounds that hold, and nobody who waits for another's job."""
+"""Prompts in worker processes: the same prompts as mlx-lm's, bounds that hold, and nobody who
+waits for another's job.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -19,22 +24,26 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from models import save_model
 
 from mlx_blockpool.config import PromptConfig
-from mlx_blockpool.errors import PromptError, RequestTooLargeError
+from mlx_blockpool.errors import PromptError, RequestTooLargeError, UnavailableError
+from mlx_blockpool.server import preparation
 from mlx_blockpool.server.bodies import InvalidRequestError
-from mlx_blockpool.server.prompts import preparation, worker
+from mlx_blockpool.server.preparation import KeyedLock, Switches, check_template_options
+from mlx_blockpool.server.prompts import worker
+from mlx_blockpool.server.prompts import workers as workers_module
 from mlx_blockpool.server.prompts.job import (
-    Limits,
+    OutOfTimeError,
     PreparedImages,
     PreparedPrompt,
     PromptJob,
     TokenizerSource,
-    pack_error,
-    unpack,
 )
-from mlx_blockpool.server.prompts.preparation import Turns
-from mlx_blockpool.server.prompts.renderer import PromptRenderer, longest_token
-from mlx_blockpool.server.prompts.template_options import Switches, check_template_options
-from mlx_blockpool.server.prompts.workers import ForkServer, Lane, PromptWorkers, WorkerEndedError
+from mlx_blockpool.server.prompts.workers import (
+    ForkServer,
+    Lane,
+    PromptWorker,
+    PromptWorkers,
+    packed,
+)
 from mlx_blockpool.server.sequential import tokenized
 from server.processes import needs_proc
 from server.serving import at_once, blockpool_server
@@ -43,8 +52,16 @@ HELLO = [{"role": "user", "content": "Hello"}]
 # One token a character, and one for each <|im_start|> and <|im_end|>.
 HELLO_TOKENS = len("<user.Hello>.<assistant.")
 # Runs for ever, within the limits of jinja's sandbox.
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
-WIDE = "{{ '%999999999s' % 'x' }}{{ '%999999999s' % 'x' }}{{ '%999999999s' % 'x' }}{{ '%999999999s' % 'x' }}"
+LOOPS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor "
+    "%}{% endfor %}{% endfor %}"
+)
+# A process that does not exist.
+NOBODY = 1 << 30
+WIDE = (
+    "{{ '%999999999s' % 'x' }}{{ '%999999999s' % 'x' }}{{ '%999999999s' % 'x' }}{{ '%999999999s' "
+    "% 'x' }}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +80,7 @@ def job(folder: Path, messages: list[Any] = HELLO, **fields: Any) -> PromptJob:
     return PromptJob(TokenizerSource(str(folder), {}), "chat", messages=messages, **fields)
 
 
-# -- prompts -----------------------------------------------------------------------------------------------------------
+# -- prompts ---------------------------------------------------------------------------------------
 
 
 def test_a_worker_prepares_what_mlx_lm_tokenizes(folder: Path, workers: PromptWorkers) -> None:
@@ -71,34 +88,36 @@ def test_a_worker_prepares_what_mlx_lm_tokenizes(folder: Path, workers: PromptWo
     prepared = workers.prepare(job(folder, [dict(m) for m in messages]))
     tokenizer = load_tokenizer(folder)
     assert prepared.tokens == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    assert tokenized(prepared)[1] == [prepared.tokens[: prepared.segments[0]], prepared.tokens[prepared.segments[0] :]]
+    assert tokenized(prepared)[1] == [
+        prepared.tokens[: prepared.segments[0]],
+        prepared.tokens[prepared.segments[0] :],
+    ]
     assert prepared.types == ["system", "user"]
 
 
-def test_what_is_packed_comes_back() -> None:
-    prompt = PreparedPrompt([1, 2, 3], [1, 2], ["a", "b"], "normal", [(2, 300)], [(1, "system")], [((7,), "x")], ("<", ">"), 9)
-    assert unpack(prompt.pack()) == prompt
-
-
-def test_images_that_are_packed_come_back() -> None:
-    pixels = [np.arange(6, dtype=np.float32).reshape(1, 2, 3), np.arange(100, 104, dtype=np.uint8).reshape(1, 2, 2)]
-    found = unpack(PreparedPrompt([1, 2, 3], images=PreparedImages(pixels, [1, 2], [1, -(2**59), 3])).pack())
-    assert found.images is not None
-    for ours, theirs in zip(found.images.pixels, pixels, strict=True):
-        assert (ours.dtype, ours.tolist()) == (theirs.dtype, theirs.tolist())
-    assert (found.tokens, found.images.starts, found.images.cache_key) == ([1, 2, 3], [1, 2], [1, -(2**59), 3])
-
-
-def test_a_tokenizer_is_loaded_before_the_first_prompt_asks_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, load, limits, tokenizers = [], worker.load_tokenizer_of, Limits(60, 20, 3 << 30), worker.Tokenizers()
-    monkeypatch.setattr(worker, "load_tokenizer_of", lambda source: loads.append(source.folder) or load(source))
-    assert unpack(worker._result(tokenizers, limits, job(folder).source)) == PreparedPrompt()
+def test_a_tokenizer_is_loaded_before_the_first_prompt_asks_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, load, config, tokenizers = (
+        [],
+        worker.load_tokenizer_of,
+        PromptConfig(),
+        worker.Tokenizers(),
+    )
+    monkeypatch.setattr(
+        worker, "load_tokenizer_of", lambda source: loads.append(source.folder) or load(source)
+    )
+    assert worker._result(tokenizers, config, 20, job(folder).source) is None
     assert loads == [str(folder)]
-    assert len(unpack(worker._result(tokenizers, limits, job(folder))).tokens) == HELLO_TOKENS
+    prepared = worker._result(tokenizers, config, 20, job(folder))
+    assert isinstance(prepared, PreparedPrompt)
+    assert len(prepared.tokens) == HELLO_TOKENS
     assert loads == [str(folder)]
 
 
-def test_a_server_has_its_tokenizer_loaded_beside_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_has_its_tokenizer_loaded_beside_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: Queue[str] = Queue()
     monkeypatch.setattr(PromptWorkers, "load", lambda self, source: asked.put(source.folder))
     with blockpool_server(folder) as client:
@@ -106,11 +125,12 @@ def test_a_server_has_its_tokenizer_loaded_beside_the_model(folder: Path, monkey
         assert client.chat(HELLO, max_tokens=2)["choices"]
 
 
-@pytest.mark.parametrize("error", [ValueError("no such role"), RequestTooLargeError(30, 20)])
-def test_an_error_comes_back(error: Exception) -> None:
-    with pytest.raises(RequestTooLargeError if isinstance(error, RequestTooLargeError) else PromptError) as raised:
-        unpack(pack_error(error))
-    assert str(raised.value) == str(error)
+def test_a_prompt_that_is_too_large_for_the_pool_comes_back_with_its_figures(
+    folder: Path, workers: PromptWorkers
+) -> None:
+    with pytest.raises(RequestTooLargeError) as raised:
+        workers.prepare(job(folder, capacity=20))
+    assert (raised.value.needed, raised.value.capacity) == (HELLO_TOKENS + 1, 20)
 
 
 def test_segments_that_overlap_are_those_of_mlx_lm() -> None:
@@ -118,43 +138,35 @@ def test_segments_that_overlap_are_those_of_mlx_lm() -> None:
     assert tokenized(prompt)[1] == [[1, 2, 3], [3, 4]]
 
 
-def test_a_tokenizer_whose_files_have_changed_is_loaded_anew(tmp_path: Path, workers: PromptWorkers) -> None:
+def test_a_tokenizer_whose_files_have_changed_is_loaded_anew(
+    tmp_path: Path, workers: PromptWorkers
+) -> None:
     model = save_model(tmp_path / "model", "llama")
     before = workers.prepare(job(model)).tokens
     config = model / "tokenizer_config.json"
     written = json.loads(config.read_text())
-    config.write_text(json.dumps({**written, "chat_template": "another " + written["chat_template"]}))
+    config.write_text(
+        json.dumps({**written, "chat_template": "another " + written["chat_template"]})
+    )
     tokenizer = load_tokenizer(model)
-    assert tokenizer.decode(workers.prepare(job(model)).tokens) == "another " + tokenizer.decode(before)
+    assert tokenizer.decode(workers.prepare(job(model)).tokens) == "another " + tokenizer.decode(
+        before
+    )
 
 
 def test_a_template_that_refuses_says_why(folder: Path, workers: PromptWorkers) -> None:
     with pytest.raises(PromptError, match="no chats today"):
-        workers.prepare(job(folder, options={"chat_template": "{{ raise_exception('no chats today') }}"}))
+        workers.prepare(
+            job(folder, options={"chat_template": "{{ raise_exception('no chats today') }}"})
+        )
 
 
-def test_what_is_too_long_is_refused_by_its_bytes(folder: Path) -> None:
-    renderer = PromptRenderer(load_tokenizer(folder))
-    assert renderer.longest_token == len("<|im_start|>")
-    counted: list[str] = []
-    renderer._tokenize = lambda asked: counted.append("tokenized")  # type: ignore[method-assign]
-    with pytest.raises(RequestTooLargeError, match="pool holds at most 100 of one"):
-        renderer.render(job(folder, [{"role": "user", "content": "x" * 1200}], capacity=100))
-    assert not counted
+# -- bounds ----------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_with_an_unknown_token_has_no_longest(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", "llama")
-    content = json.loads((model / "tokenizer.json").read_text())
-    content["pre_tokenizer"] = {"type": "Whitespace"}
-    (model / "tokenizer.json").write_text(json.dumps(content))
-    assert longest_token(load_tokenizer(model)) is None
-
-
-# -- bounds ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_that_takes_too_long_is_refused_and_the_next_one_rendered(folder: Path, workers: PromptWorkers) -> None:
+def test_a_prompt_that_takes_too_long_is_refused_and_the_next_one_rendered(
+    folder: Path, workers: PromptWorkers
+) -> None:
     with pytest.raises(PromptError, match=r"takes more than 0.4 seconds"):
         workers.prepare(job(folder, options={"chat_template": LOOPS}))
     assert workers.counts["slow"] == 2
@@ -171,38 +183,28 @@ def test_a_prompt_that_takes_too_much_memory_is_refused(folder: Path) -> None:
 
 def test_a_worker_that_was_ended_is_replaced(folder: Path, workers: PromptWorkers) -> None:
     first = workers.prepare(job(folder)).tokens
-    (worker,) = workers._small._idle
-    assert worker._pid is not None
-    os.kill(worker._pid, signal.SIGKILL)
+    (worker,) = workers._small.workers
+    ended = worker._pid
+    assert ended is not None
+    os.kill(ended, signal.SIGKILL)
     assert workers.prepare(job(folder)).tokens == first
-    assert worker not in workers._small._idle
+    assert worker._pid != ended
 
 
 def test_a_worker_that_is_worn_out_takes_no_further_job(folder: Path) -> None:
     workers = PromptWorkers(PromptConfig(small_seconds=60, memory_bytes=1 << 29))
+    (worker,) = workers._small.workers
     try:
         wide = "{% set wide = '%100000000s' % 'x' %}hello"
         assert workers.prepare(job(folder, options={"chat_template": wide})).tokens
-        assert (workers._small._idle, workers.counts["slow"]) == ([], 0)
+        worn = worker._pid
         assert workers.prepare(job(folder)).tokens
-        assert len(workers._small._idle) == 1
+        fresh = worker._pid
+        assert workers.prepare(job(folder)).tokens
+        assert (worker._pid, workers.counts["slow"]) == (fresh, 0)
+        assert fresh != worn
     finally:
         workers.close()
-
-
-def test_a_job_whose_worker_had_ended_gets_a_fresh_one(folder: Path) -> None:
-    config = PromptConfig()
-    lane = Lane(2, config.seconds, config)
-    for _ in range(2):
-        lane.start()
-    for idle in lane._idle:
-        idle.run(lane.pack(job(folder).source), 600, config.memory_bytes)
-        assert idle._pid is not None
-        os.kill(idle._pid, signal.SIGKILL)
-    try:
-        assert lane.run(lane.pack(job(folder)))
-    finally:
-        lane.close()
 
 
 def test_small_prompts_pass_one_that_takes_its_time(folder: Path) -> None:
@@ -227,84 +229,171 @@ def test_small_prompts_pass_one_that_takes_its_time(folder: Path) -> None:
     assert failed == ["The server is shutting down."]
 
 
-def test_a_worker_that_has_not_said_hello_yet_takes_no_job_once_it_was_ended(folder: Path) -> None:
-    workers = PromptWorkers(PromptConfig())
-    lane = Lane(1, 600.0, workers.config)
-    with lane._turn(1), lane._worker([]) as worker:
-        assert worker._pid is None
-        lane.close()
-        with pytest.raises(WorkerEndedError):
-            worker.run(b"never read", 600, 1 << 30)
-    with pytest.raises(RuntimeError, match="shutting down"):
-        lane.run(b"")
-    workers.close()
+@pytest.mark.parametrize("limit", ["time", "memory"])
+def test_the_result_of_a_job_that_was_ended_is_not_that_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """A job that ends just before its process is killed has sent what nobody waits for."""
+    prompt_worker, config = PromptWorker(), PromptConfig(load_seconds=0 if limit == "time" else 60)
+    prompt_worker._connection, theirs = Pipe()
+    prompt_worker._pid = NOBODY
+    monkeypatch.setattr(
+        workers_module, "resident_bytes", lambda _: 0 if limit == "time" else 1 << 60
+    )
+    monkeypatch.setattr(prompt_worker, "kill", lambda: theirs.send(PreparedPrompt([1, 2, 3])))
+    with pytest.raises(OutOfTimeError if limit == "time" else PromptError):
+        prompt_worker.run(packed(b"[1]"), 0 if limit == "time" else 60, config)
+    monkeypatch.undo()
+    try:
+        assert prompt_worker.run(packed(b"[1]"), 60, PromptConfig()) is None
+    finally:
+        prompt_worker.close()
+        theirs.close()
 
 
-def test_a_smaller_job_passes_larger_ones_that_wait() -> None:
-    lane, order = Lane(1, 1.0, PromptConfig()), []
-    lane._free = 0
-    sizes = [3_000_000, 2_000_000, 1000]
+def test_images_come_back_through_a_workers_pipe_whole() -> None:
+    """They are larger than any pipe's buffer."""
+    pixels = [
+        np.arange(3 << 20, dtype=np.float32).reshape(3, 1024, 1024),
+        np.arange(100, 104, dtype=np.uint8).reshape(1, 2, 2),
+    ]
+    sent = PreparedPrompt([1, 2, 3], images=PreparedImages(pixels, [1, 2], [1, -(2**59), 3]))
+    prompt_worker = PromptWorker()
+    prompt_worker._connection, theirs = Pipe()
+    prompt_worker._pid = NOBODY
 
-    def wait(size: int) -> None:
-        with lane._turn(size):
-            order.append(size)
+    def serve() -> None:
+        theirs.recv()
+        assert theirs.recv() == b"[1]"
+        theirs.send(sent)
 
-    threads = [threading.Thread(target=wait, args=(size,)) for size in sizes]
-    for thread in threads:
-        thread.start()
-    with lane._changed:
-        while len(lane._waiting) < len(sizes):
-            lane._changed.wait(0.01)
-        lane._free = 1
-        lane._changed.notify_all()
-    for thread in threads:
-        thread.join()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    found = prompt_worker.run(packed(b"[1]"), 60, PromptConfig())
+    thread.join()
+    prompt_worker.close()
+    theirs.close()
+    assert isinstance(found, PreparedPrompt)
+    assert found.images is not None
+    for ours, original in zip(found.images.pixels, pixels, strict=True):
+        assert ours.dtype == original.dtype
+        assert np.array_equal(ours, original)
+    assert (found.tokens, found.images.starts, found.images.cache_key) == (
+        [1, 2, 3],
+        [1, 2],
+        [1, -(2**59), 3],
+    )
+
+
+def test_a_worker_that_is_closed_before_it_has_started_takes_no_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt_worker = PromptWorker()
+
+    def connected(handle: int) -> Connection:
+        prompt_worker.close()
+        return Connection(handle)
+
+    monkeypatch.setattr(workers_module, "Connection", connected)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        prompt_worker.run(packed(b"[1]"), 60, PromptConfig())
+    assert prompt_worker._connection is None, "its process ends with its connection"
+
+
+def test_a_job_whose_worker_is_closed_during_its_second_attempt_is_told_that_the_server_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt_worker, attempts = PromptWorker(), []
+
+    def result(*_: Any) -> None:
+        attempts.append("attempt")
+        if len(attempts) == 2:
+            prompt_worker.close()
+        raise EOFError
+
+    monkeypatch.setattr(prompt_worker, "_result", result)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        prompt_worker.run(packed(b"[1]"), 60, PromptConfig())
+    assert len(attempts) == 2
+
+
+def test_a_fork_server_is_replaced_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(ForkServer):
+        def __setattr__(self, name: str, value: Any) -> None:
+            assert name != "_control" or not hasattr(self, name) or self._changing.locked()
+            super().__setattr__(name, value)
+
+    started: list[socket.socket] = []
+
+    def start(_: str) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        started.append(theirs)
+        if len(started) == 1:
+            # It was ended from outside.
+            theirs.close()
+        return ours
+
+    monkeypatch.setattr(workers_module, "_start", start)
+    fork_server = Watched()
+    connection = fork_server.connect()
+    assert len(started) == 2
+    _, (handle,), _, _ = socket.recv_fds(started[1], 1, 1)
+    with connection, Connection(handle) as worker_end:
+        worker_end.send("hello")
+        assert connection.recv() == "hello"
+    assert fork_server._control is not None
+    fork_server._control.close()
+    started[1].close()
+
+
+def test_a_closed_worker_takes_no_job(folder: Path) -> None:
+    lane = Lane(1, 600.0, PromptConfig())
+    lane.run(packed(job(folder).source))
     lane.close()
-    assert order == sorted(sizes)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        lane.run(packed(job(folder)))
 
 
 @needs_proc
-def test_workers_are_forks_of_the_server_with_none_of_its_files_and_end_with_it(folder: Path) -> None:
+def test_workers_have_none_of_the_servers_files_and_end_with_it(folder: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
 from mlx_blockpool.config import PromptConfig
 from mlx_blockpool.server.prompts.job import PromptJob, TokenizerSource
-from mlx_blockpool.server.prompts.workers import PromptWorkers, fork_server
+from mlx_blockpool.server.prompts.workers import PromptWorkers
 
 def prepared():
     workers = PromptWorkers(PromptConfig())
-    job = PromptJob(TokenizerSource({str(folder)!r}, {{}}), "chat", messages=[{{"role": "user", "content": "x"}}])
+    messages = [{{"role": "user", "content": "x"}}]
+    job = PromptJob(TokenizerSource({str(folder)!r}, {{}}), "chat", messages=messages)
     return workers, len(workers.prepare(job).tokens)
 
 held = open("/etc/hosts")
-fork_server().start_here()
 workers, before = prepared()
-proc = Path(f"/proc/{{workers._small._idle[0]._pid}}")
+proc = Path(f"/proc/{{workers._small.workers[0]._pid}}")
 parent = Path("/proc") / proc.joinpath("stat").read_text().rpartition(")")[2].split()[1]
-files = [{{fd.readlink().as_posix() for fd in each.joinpath("fd").iterdir() if int(fd.name) > 2}} for each in (proc, parent)]
-is_fork = parent.joinpath("cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes()
+files = [
+    {{fd.readlink().as_posix() for fd in each.joinpath("fd").iterdir() if int(fd.name) > 2}}
+    for each in (proc, parent)
+]
 os.kill(int(parent.name), signal.SIGKILL)
 others, after = prepared()
-print(is_fork, [all(name.startswith("socket:") for name in names) for names in files], after == before, flush=True)
+are_sockets = [all(name.startswith("socket:") for name in names) for names in files]
+print(are_sockets, after == before, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    # The workers have our pipe as their own output: it is at its end when the last of them has ended, or the time runs out.
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "True [True, True] True\n"), ended.stderr
+    # The workers have our pipe as their own output: it is at its end when the last of them has
+    # ended, or the time runs out.
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "[True, True] True\n"), (
+        ended.stderr
+    )
 
 
-def test_a_process_with_threads_is_not_forked() -> None:
-    ended, server = threading.Event(), ForkServer()
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    server.start_here()
-    ended.set()
-    thread.join()
-    assert server._control is None
-
-
-# -- what a request may change -----------------------------------------------------------------------------------------
+# -- what a request may change ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -330,15 +419,27 @@ def test_what_requests_may_not_give_to_templates(options: dict[str, Any], place:
 
 
 def test_known_switches_are_given_to_templates() -> None:
-    values = {"enable_thinking": True, "thinking": "on", "reasoning_effort": "high", "thinking_budget": 5, "documents": [{}]}
+    values = {
+        "enable_thinking": True,
+        "thinking": "on",
+        "reasoning_effort": "high",
+        "thinking_budget": 5,
+        "documents": [{}],
+    }
     check_template_options({**values, "controls": {"a": 1}}, ())
     check_template_options({"thinking": False}, ())
     check_template_options(dict.fromkeys(Switches.model_fields), ())
     check_template_options(None, ())
 
 
-def test_a_request_with_a_template_of_its_own_is_refused_unless_the_server_allows_it(folder: Path) -> None:
-    body = {"messages": HELLO, "max_tokens": 2, "chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"}}
+def test_a_request_with_a_template_of_its_own_is_refused_unless_the_server_allows_it(
+    folder: Path,
+) -> None:
+    body = {
+        "messages": HELLO,
+        "max_tokens": 2,
+        "chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"},
+    }
     with blockpool_server(folder) as client:
         status, answer = client.send("/v1/chat/completions", body)
         assert status == 400
@@ -351,13 +452,18 @@ def test_a_request_with_a_template_of_its_own_is_refused_unless_the_server_allow
         client.generator.prompts.config = PromptConfig(seconds=0.2, template_kwargs=None)
         client.generator.prompts._small.seconds = client.generator.prompts._large.seconds = 0.2
         stuck = {**body, "chat_template_kwargs": {"chat_template": LOOPS}}
-        answers = at_once([lambda: client.send("/v1/chat/completions", stuck), lambda: client.chat(HELLO, max_tokens=2)])
+        answers = at_once(
+            [
+                lambda: client.send("/v1/chat/completions", stuck),
+                lambda: client.chat(HELLO, max_tokens=2),
+            ]
+        )
         assert answers[0][0] == 400
         assert answers[1]["usage"]["prompt_tokens"] == HELLO_TOKENS
         client.settle()
 
 
-# -- the generator -----------------------------------------------------------------------------------------------------
+# -- the generator ---------------------------------------------------------------------------------
 
 
 def test_the_generation_thread_tokenizes_nothing(folder: Path) -> None:
@@ -375,17 +481,17 @@ def test_the_generation_thread_tokenizes_nothing(folder: Path) -> None:
 
 
 def test_requests_of_an_agent_keep_their_order() -> None:
-    order, went = Turns(), []
+    order, went = KeyedLock(), []
     inside, go_on = threading.Event(), threading.Event()
 
     def first() -> None:
-        with order.turn("ann"):
+        with order.hold("ann"):
             inside.set()
             go_on.wait()
             went.append("first")
 
     def second() -> None:
-        with order.turn("ann"):
+        with order.hold("ann"):
             went.append("second")
 
     threads = [threading.Thread(target=first)]
@@ -393,7 +499,7 @@ def test_requests_of_an_agent_keep_their_order() -> None:
     inside.wait()
     threads.append(threading.Thread(target=second))
     threads[1].start()
-    with order.turn("bob"), order.turn(None):
+    with order.hold("bob"), order.hold(None):
         went.append("others")
     go_on.set()
     for thread in threads:
@@ -402,7 +508,9 @@ def test_requests_of_an_agent_keep_their_order() -> None:
     assert not order._last
 
 
-def test_one_that_takes_turn_after_turn_passes_no_one_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_takes_turn_after_turn_passes_no_one_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waits = threading.Event()
 
     class Watched(threading.Event):
@@ -410,16 +518,18 @@ def test_one_that_takes_turn_after_turn_passes_no_one_who_waits(monkeypatch: pyt
             waits.set()
             return super().wait(timeout)
 
-    monkeypatch.setattr(preparation, "threading", SimpleNamespace(Event=Watched, Lock=threading.Lock))
-    order, went = Turns(), []
+    monkeypatch.setattr(
+        preparation, "threading", SimpleNamespace(Event=Watched, Lock=threading.Lock)
+    )
+    order, went = KeyedLock(), []
 
     def other() -> None:
-        with order.turn("text"):
+        with order.hold("text"):
             went.append("other")
 
     thread = threading.Thread(target=other)
     for number in range(3):
-        with order.turn("text"):
+        with order.hold("text"):
             went.append(str(number))
             if number == 0:
                 thread.start()

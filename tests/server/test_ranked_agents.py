@@ -1,4 +1,6 @@
-"""Five agents talk to servers of two and three ranks that share one model, and hear and reuse what they do on one rank."""
+"""Five agents talk to servers of two and three ranks that share one model, and hear and reuse
+what they do on one rank.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from models import save_model
 
 from server.processes import turn
 from server.ranked import ring_server
-from server.serving import at_once, blockpool_server
+from server.serving import at_once, blockpool_server, cached_tokens
 
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(180)]
 
@@ -29,13 +31,19 @@ SHARED = {
 
 
 def conversations(port: int) -> tuple[list[list[dict[str, str]]], list[list[int]]]:
-    """What the agents say and hear, all at once in each turn, and the cached tokens of each turn."""
-    talks: list[list[dict[str, str]]] = [[{"role": "system", "content": SYSTEM}] for _ in range(AGENTS)]
+    """What the agents say and hear, all at once in each turn, and the cached tokens of each
+    turn.
+    """
+    talks: list[list[dict[str, str]]] = [
+        [{"role": "system", "content": SYSTEM}] for _ in range(AGENTS)
+    ]
     cached: list[list[int]] = []
     for _ in range(TURNS):
-        usages: list[Any] = at_once([lambda n=n: turn(port, talks[n], n, temperature=0) for n in range(AGENTS)])
+        usages: list[Any] = at_once(
+            [lambda n=n: turn(port, talks[n], n, temperature=0) for n in range(AGENTS)]
+        )
         # Who computes the common beginning depends on who comes first.
-        cached.append(sorted(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages))
+        cached.append(sorted(cached_tokens(usage) for usage in usages))
     return talks, cached
 
 
@@ -45,13 +53,16 @@ def test_five_agents_hear_what_one_rank_says(how: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", name, **changes)
     # A stage loads only the files with its layers.
     weights = dict.fromkeys(mx.load(str(model / "model.safetensors")), "model.safetensors")
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weights})
+    )
     with blockpool_server(model, "--pool-bytes", "60MB") as alone:
         expected = conversations(alone.port)
     with ring_server(model, *options, size=size) as (port, _):
         found = conversations(port)
     assert found[0] == expected[0]
     assert found[1][1:] == expected[1][1:]
-    # One computes the common beginning. Whether the others wait for it or come later decides where it ends.
+    # One computes the common beginning. Whether the others wait for it or come later decides where
+    # it ends.
     for first in (found[1][0], expected[1][0]):
         assert first[0] == 0 < 470 < first[1]

@@ -1,4 +1,6 @@
-"""A rank that is killed, hangs or fails: the others say so and end soon, and after the next start agents go on from the disk."""
+"""A rank that is killed, hangs or fails: the others say so and end soon, and after the next
+start agents go on from the disk.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,23 @@ import mlx.core as mx
 import pytest
 from documents import blocks, commands
 from forks import Program, server_forks
-from models import save_endless, save_model
+from models import save_model
 from ranks.rings import TURN, free_ports
 
-from mlx_blockpool.server.ending import LOST
+from mlx_blockpool.server.ranked.ending import LOST
 from server.processes import needs_proc, turn, written
 from server.ranked import ring_server
-from server.serving import at_once, blockpool_server
+from server.serving import at_once, blockpool_server, cached_tokens
 
-pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.server(model="endless"),
+    pytest.mark.thorough,
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.timeout(180),
+]
 
 BIN = Path(sys.executable).parent
-README = "mlx_blockpool/server/ranked/README.md"
+README = "mlx_blockpool/ranks/README.md"
 AGENTS = 3
 SYSTEM = "You are one of some agents, and all of them begin with this text. " * 12
 # A rank is lost after three seconds.
@@ -54,7 +61,7 @@ if {{rank}} == {rank}:
     {owner}.{method} = changed({owner}.{method})
 """
 STEP = {"module": "mlx_blockpool.engine.decode", "owner": "DecodeBatch", "method": "run"}
-TABLES = {"module": "mlx_blockpool.engine.ranked", "owner": "RankedEngine", "method": "fingerprint"}
+TABLES = {"module": "mlx_blockpool.ranks.driver", "owner": "GroupDriver", "method": "fingerprint"}
 
 
 class Group:
@@ -66,14 +73,21 @@ class Group:
 
 
 @contextmanager
-def group(model: Path, store: Path, *options: str, before: str = "", size: int = 2) -> Iterator[Group]:
+def group(
+    model: Path, store: Path, *options: str, before: str = "", size: int = 2
+) -> Iterator[Group]:
     """A server of several ranks that has started; behind the block its ranks have ended."""
-    with ring_server(model, "--store-dir", str(store), *options, size=size, before=f"{BEFORE}{before}") as (port, ranks):
+    with ring_server(
+        model, "--store-dir", str(store), *options, size=size, before=f"{BEFORE}{before}"
+    ) as (port, ranks):
         yield Group(port, ranks)
 
 
 class Client(threading.Thread):
-    """A client whose reply would take very long, and what it gets. `begun`: it has got something of its reply."""
+    """A client whose reply would take very long, and what it gets.
+
+    `begun`: it has got something of its reply.
+    """
 
     def __init__(self, port: int, streams: bool) -> None:
         super().__init__(daemon=True)
@@ -84,7 +98,12 @@ class Client(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        body = {"messages": [{"role": "user", "content": "all"}], "max_tokens": 30_000, "temperature": 0, "stream": self.streams}
+        body = {
+            "messages": [{"role": "user", "content": "all"}],
+            "max_tokens": 30_000,
+            "temperature": 0,
+            "stream": self.streams,
+        }
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request("POST", "/v1/chat/completions", json.dumps(body))
@@ -106,11 +125,6 @@ def under_load(port: int) -> Iterator[list[Client]]:
     for client in clients:
         client.join(30)
         assert not client.is_alive()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_endless(tmp_path_factory.mktemp("model"))
 
 
 def talk() -> list[list[dict[str, str]]]:
@@ -178,7 +192,7 @@ def test_agents_go_on_after_a_rank_is_lost(
         later = turns(again.port, talks, 1)
     assert talks == uninterrupted, "another reply than without the fault"
     for turn_before, turn_after in zip(usage, later, strict=True):
-        cached = turn_after["prompt_tokens_details"]["cached_tokens"]
+        cached = cached_tokens(turn_after)
         assert cached >= (turn_before["total_tokens"] - 1) // 256 * 256 > 0
 
 
@@ -186,7 +200,9 @@ def test_agents_go_on_after_a_rank_is_lost(
 def test_a_rank_that_fails_by_itself_ends_all(fault: str, model: Path, tmp_path: Path) -> None:
     rank, what = ERRORS[fault]
     trigger = tmp_path / "trigger"
-    with group(model, tmp_path, before=CHANGED.format(trigger=str(trigger), rank=rank, **what)) as running:
+    with group(
+        model, tmp_path, before=CHANGED.format(trigger=str(trigger), rank=rank, **what)
+    ) as running:
         with under_load(running.port) as clients:
             trigger.touch()
         assert [each.wait(30) for each in running.ranks] == [LOST] * 2
@@ -207,11 +223,21 @@ def test_a_stage_of_a_pipeline_is_killed(tmp_path: Path) -> None:
     """The one behind it has sent it what it computes, and is not told that this was never read."""
     model = save_model(tmp_path / "model", "qwen2")
     names = dict.fromkeys(mx.load(str(model / "model.safetensors")), "model.safetensors")
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": names})
+    )
     with group(model, tmp_path / "store", "--pipeline") as running:
         with under_load(running.port):
             running.ranks[0].kill()
         assert running.ranks[1].wait(30) == LOST
+
+
+def check_all_written(usage: list[dict[str, Any]], later: list[dict[str, Any]]) -> None:
+    """The turns after a start read from disk what those before the end had cached, unfinished
+    blocks too.
+    """
+    for before, after in zip(usage, later, strict=True):
+        assert cached_tokens(after) >= 0.97 * (before["total_tokens"] - 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -225,37 +251,54 @@ def test_a_signal_to_one_rank_ends_all_in_order(rank: int, model: Path, tmp_path
     assert all("shutting down" in client.text for client in clients)
     with group(model, tmp_path) as again:
         later = turns(again.port, talks, 1)
-    for before, after in zip(usage, later, strict=True):
-        # Unfinished blocks are written too.
-        assert after["prompt_tokens_details"]["cached_tokens"] >= 0.97 * (before["total_tokens"] - 1)
+    check_all_written(usage, later)
 
 
 def processes_of(session: int) -> dict[int, tuple[int, str]]:
-    """The processes of a session that have not ended, by their ids: their parents and command lines."""
+    """The processes of a session that have not ended, by their ids: their parents and command
+    lines.
+    """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, parent, _, of, *_ = (folder / "stat").read_text().rpartition(") ")[2].split()
             if int(of) == session and state != "Z":
-                found[int(folder.name)] = int(parent), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(folder.name)] = (
+                    int(parent),
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(),
+                )
     return found
 
 
 def ranks_of(session: int) -> list[int]:
     """The ranks that the launcher in a session has started, in order."""
     running = processes_of(session)
-    (launcher,) = (pid for pid, (_, command) in running.items() if "mlx.launch" in command and "python" in command)
+    (launcher,) = (
+        pid
+        for pid, (_, command) in running.items()
+        if "mlx.launch" in command and "python" in command
+    )
     return sorted(pid for pid, (parent, _) in running.items() if parent == launcher)
 
 
 @needs_proc
-def test_the_loop_of_the_readme_starts_the_server_again_and_ctrl_c_ends_everything(tmp_path: Path) -> None:
+def test_the_loop_of_the_readme_starts_the_server_again_and_ctrl_c_ends_everything(
+    tmp_path: Path,
+) -> None:
     (loop,) = (command for command in commands(README) if command.startswith("while"))
     first, port = free_ports(2)
     loop = loop.replace(".venv/bin", str(BIN)).replace("-n 2", f"-n 2 --starting-port {first}")
     loop = loop.replace("1GB", f"60MB --port {port} --store-dir {tmp_path}")
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with TURN.taken(), subprocess.Popen(["bash", "-c", loop], start_new_session=True, **pipes) as launched:
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    with (
+        TURN.taken(),
+        subprocess.Popen(["bash", "-c", loop], start_new_session=True, **pipes) as launched,
+    ):
         session = launched.pid
         try:
             starts = (line for line in launched.stdout if "Starting httpd at" in line)
@@ -272,8 +315,63 @@ def test_the_loop_of_the_readme_starts_the_server_again_and_ctrl_c_ends_everythi
                 os.kill(pid, signal.SIGKILL)
 
 
+@needs_proc
+def test_ranks_whose_launcher_is_killed_end_in_order(model: Path, tmp_path: Path) -> None:
+    first, port = free_ports(2)
+    launch = [
+        BIN / "mlx.launch",
+        "-n",
+        "2",
+        "--backend",
+        "ring",
+        "--starting-port",
+        str(first),
+        "--",
+        BIN / "mlx-blockpool",
+        "serve",
+    ]
+    options = [
+        "--model",
+        model,
+        "--pool-bytes",
+        "60MB",
+        "--port",
+        str(port),
+        "--store-dir",
+        tmp_path,
+        "--measure",
+        "off",
+    ]
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    talks = talk()
+    with (
+        TURN.taken(),
+        subprocess.Popen([*launch, *options], start_new_session=True, **pipes) as launcher,
+    ):
+        try:
+            next(line for line in launcher.stdout if "Starting httpd at" in line)
+            usage = turns(port, talks, 1)
+            launcher.kill()
+            while processes_of(launcher.pid):
+                time.sleep(0.05)
+        finally:
+            for pid in processes_of(launcher.pid):
+                os.kill(pid, signal.SIGKILL)
+    with group(model, tmp_path) as again:
+        later = turns(again.port, talks, 1)
+    check_all_written(usage, later)
+
+
 def test_a_service_on_each_machine_joins_the_others_as_the_readme_says(tmp_path: Path) -> None:
-    (hosts,), (entries,) = ([json.loads(block) for block in blocks("json", README)], blocks("xml", README))
+    (hosts,), (entries,) = (
+        [json.loads(block) for block in blocks("json", README)],
+        blocks("xml", README),
+    )
     service = plistlib.loads(f"<plist><dict>{entries}</dict></plist>".encode())
     assert service["KeepAlive"] is True
     assert len(hosts) == 2
@@ -281,7 +379,10 @@ def test_a_service_on_each_machine_joins_the_others_as_the_readme_says(tmp_path:
     file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(hosts))]))
     environment = service["EnvironmentVariables"] | {"MLX_HOSTFILE": str(file)}
     assert environment["MLX_RANK"] == "1"
-    join = "import os; os.environ.update({}); import mlx.core as mx; print(mx.distributed.init().rank(), 'joins')"
+    join = (
+        "import os; os.environ.update({}); import mlx.core as mx; "
+        "print(mx.distributed.init().rank(), 'joins')"
+    )
     with TURN.taken(), contextlib.ExitStack() as started:
         codes = [join.format(environment | {"MLX_RANK": str(rank)}) for rank in range(len(hosts))]
         ranks = [started.enter_context(server_forks().start(code).ended()) for code in codes]

@@ -1,4 +1,6 @@
-"""Random requests for two models on a server of several ranks, which swaps them under load: the ranks stay alike."""
+"""Random requests for two models on a server of several ranks, which swaps them under load: the
+ranks stay alike.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,24 @@ def bodies(seed: int, models: list[Path]) -> list[dict[str, Any]]:
 def hang_up(group: Group, body: dict[str, Any]) -> None:
     """Read the beginning of a stream and leave."""
     data = json.dumps({**body, "stream": True, "max_tokens": 2000}).encode()
-    with urllib.request.urlopen(f"http://127.0.0.1:{group.client.port}/v1/chat/completions", data, timeout=60) as stream:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{group.client.port}/v1/chat/completions", data, timeout=60
+    ) as stream:
         stream.readline()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_ranks_stay_alike_whatever_is_swapped(seed: int, models: list[Path], tmp_path: Path) -> None:
-    options = ["--allow-models", str(models[0].parent), "--swap-patience", "0.3s", "--pool-bytes", "1MB"]
+def test_ranks_stay_alike_whatever_is_swapped(
+    seed: int, models: list[Path], tmp_path: Path
+) -> None:
+    options = [
+        "--allow-models",
+        str(models[0].parent),
+        "--swap-patience",
+        "0.3s",
+        "--pool-bytes",
+        "1MB",
+    ]
     store = ["--store-dir", str(tmp_path)] if seed % 2 else []
     with ranked_server(models[0], *options, *store, size=2 + seed % 2) as group:
         # Replies that run are suspended for the other model at once.

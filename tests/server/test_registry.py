@@ -1,10 +1,12 @@
-"""Several models behind one server: swapped under load, kept side by side, unloaded when idle. Stock's replies are the oracle."""
+"""Several models behind one server: swapped under load, kept side by side, unloaded when idle.
+
+Stock's replies are the oracle.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +23,18 @@ from mlx_blockpool.config import ModelsConfig, ServerConfig
 from mlx_blockpool.server.generator import BlockpoolGenerator
 from mlx_blockpool.server.health import Health
 from mlx_blockpool.server.model import LoadedModel
-from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.models.registry import ModelRegistry
-from mlx_blockpool.server.ranked.leader import Solo
-from server.serving import Client, at_once, blockpool_server, stock_server
+from mlx_blockpool.server.provider import ModelKey
+from mlx_blockpool.server.step_driver import StepDriver
+from server.serving import (
+    Client,
+    at_once,
+    blockpool_server,
+    cached_tokens,
+    stock_server,
+    text_of,
+    until,
+)
 
 AGENTS, TURNS, REPLY = 3, 3, 12
 SYSTEM = "You are one of three agents, and all of them begin with this text. " * 9
@@ -37,9 +47,14 @@ def new_talks() -> list[Talk]:
 
 def turn(client: Client, talk: Talk, agent: int, model: Path | None = None) -> dict[str, Any]:
     """One turn of an agent; the answer joins its messages. Returns the usage."""
-    talk.append({"role": "user", "content": f"Agent {agent} asks for the {len(talk)}th time. " + "why? " * (3 * agent)})
+    talk.append(
+        {
+            "role": "user",
+            "content": f"Agent {agent} asks for the {len(talk)}th time. " + "why? " * (3 * agent),
+        }
+    )
     answer = client.chat(talk, max_tokens=REPLY, **({} if model is None else {"model": str(model)}))
-    talk.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+    talk.append({"role": "assistant", "content": text_of(answer)})
     return answer["usage"]  # type: ignore[no-any-return]
 
 
@@ -58,7 +73,10 @@ def counts(client: Client) -> dict[str, int]:
 
 
 def states(client: Client) -> dict[str, str]:
-    return {model["id"]: model["mlx_blockpool"]["state"] for model in client.send("/v1/models")[1]["data"]}
+    return {
+        model["id"]: model["mlx_blockpool"]["state"]
+        for model in client.send("/v1/models")[1]["data"]
+    }
 
 
 def beside(models: Sequence[Path]) -> tuple[str, str]:
@@ -68,7 +86,7 @@ def beside(models: Sequence[Path]) -> tuple[str, str]:
 
 def cached(answer: dict[str, Any]) -> int:
     usage = answer.get("usage", answer)
-    return int(usage["prompt_tokens_details"]["cached_tokens"])
+    return cached_tokens(usage)
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +100,20 @@ def expected(two: tuple[Path, Path]) -> list[list[Talk]]:
     return [alone(model) for model in two]
 
 
-def test_agents_of_two_models_take_turns_under_load(two: tuple[Path, Path], expected: list[list[Talk]], tmp_path: Path) -> None:
+def test_agents_of_two_models_take_turns_under_load(
+    two: tuple[Path, Path], expected: list[list[Talk]], tmp_path: Path
+) -> None:
     """Each round all six ask at once, so that each round swaps: A, B; B, A; A, B."""
     talks = [new_talks() for _ in two]
     pairs = [(m, a) for a in range(AGENTS) for m in range(2)]
-    with blockpool_server(two[0], *beside(two), "--pool-bytes", "60MB", "--store-dir", str(tmp_path)) as ours:
+    with blockpool_server(
+        two[0], *beside(two), "--pool-bytes", "60MB", "--store-dir", str(tmp_path)
+    ) as ours:
         before: dict[tuple[int, int], int] = {}
         for _ in range(TURNS):
-            usages = at_once([lambda m=m, a=a: turn(ours, talks[m][a], a, two[m]) for m, a in pairs])
+            usages = at_once(
+                [lambda m=m, a=a: turn(ours, talks[m][a], a, two[m]) for m, a in pairs]
+            )
             for pair, usage in zip(pairs, usages, strict=True):
                 # What was known before the model went is there again.
                 assert cached(usage) >= before.get(pair, 0) - 2
@@ -106,7 +130,9 @@ def test_waiting_requests_are_grouped_by_model(two: tuple[Path, Path]) -> None:
     """Twelve at once, A and B in turn: nobody is swapped for more than once."""
     with blockpool_server(two[0], *beside(two), "--pool-bytes", "60MB") as ours:
         jobs = [
-            lambda n=n: ours.chat([{"role": "user", "content": f"Number {n}"}], max_tokens=8, model=str(two[n % 2]))
+            lambda n=n: ours.chat(
+                [{"role": "user", "content": f"Number {n}"}], max_tokens=8, model=str(two[n % 2])
+            )
             for n in range(12)
         ]
         answers = at_once(jobs)
@@ -115,7 +141,9 @@ def test_waiting_requests_are_grouped_by_model(two: tuple[Path, Path]) -> None:
     assert all(answer["choices"] for answer in answers)
 
 
-def test_two_models_side_by_side_are_never_swapped(two: tuple[Path, Path], expected: list[list[Talk]], tmp_path: Path) -> None:
+def test_two_models_side_by_side_are_never_swapped(
+    two: tuple[Path, Path], expected: list[list[Talk]], tmp_path: Path
+) -> None:
     talks = [new_talks() for _ in two]
     pairs = [(m, a) for a in range(AGENTS) for m in range(2)]
     stored = ("--pool-bytes", "60MB", "--store-dir", str(tmp_path))
@@ -131,10 +159,14 @@ def test_two_models_side_by_side_are_never_swapped(two: tuple[Path, Path], expec
     assert all(own["cached_tokens"] > 0 for own in report["models"].values())
 
 
-def test_the_third_model_takes_the_place_of_the_one_used_longest_ago(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_third_model_takes_the_place_of_the_one_used_longest_ago(
+    two: tuple[Path, Path], tmp_path: Path
+) -> None:
     third = save_model(tmp_path / "third", "llama", seed=3)
     one, other = two
-    with blockpool_server(one, "--allow-models", f"{one},{other},{third}", "--max-models", "2", "--pool-bytes", "60MB") as ours:
+    with blockpool_server(
+        one, "--allow-models", f"{one},{other},{third}", "--max-models", "2", "--pool-bytes", "60MB"
+    ) as ours:
         for model in (one, other, one, third):
             ours.chat([{"role": "user", "content": "Hello"}], max_tokens=2, model=str(model))
         found = states(ours)
@@ -159,8 +191,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again_on_demand(
         for number in range(TURNS):
             usages.append(turn(ours, talk, 0))
             # On a slow machine the model may have been unloaded once more before its turn.
-            while set(states(ours).values()) != {"available"}:
-                threading.Event().wait(0.01)
+            until(lambda: set(states(ours).values()) == {"available"})
             assert counts(ours)["unloads"] > number
             assert ours.send("/v1/cache")[1]["backend"] is None
         assert counts(ours)["swaps"] == 0
@@ -169,7 +200,9 @@ def test_an_idle_model_is_unloaded_and_loaded_again_on_demand(
 
 
 def test_models_take_turns_by_the_time_that_their_steps_take() -> None:
-    """Steps of the second take three times as long; the third joins late, and gets no more than the others from then on."""
+    """Steps of the second take three times as long; the third joins late, and gets no more than
+    the others from then on.
+    """
     taken = []
 
     def model(name: str, seconds: float) -> Any:
@@ -177,11 +210,15 @@ def test_models_take_turns_by_the_time_that_their_steps_take() -> None:
             taken.append(name)
             served.spent += seconds
 
-        served = types.SimpleNamespace(live={1: None}, spent=0.0, step=step, is_blocked=False, has_met_limits=False)
+        served = types.SimpleNamespace(
+            live={1: None}, spent=0.0, step=step, is_blocked=False, has_met_limits=False
+        )
         return served
 
     models = [model("short", 1.0), model("long", 3.0)]
-    thread = types.SimpleNamespace(_models=models, _reported=math.inf, health=Health(10), turns=Solo())
+    thread = types.SimpleNamespace(
+        _models=models, _reported=math.inf, health=Health(10), step_driver=StepDriver()
+    )
     for _ in range(40):
         BlockpoolGenerator._step(thread)  # type: ignore[arg-type]
     assert taken.count("short") == 3 * taken.count("long") == 30
@@ -205,63 +242,99 @@ def test_requests_go_on_after_the_thread_has_failed_beside_two_models(
         raise Fatal("no one catches this")
 
     hello = [{"role": "user", "content": "Hello"}]
-    with blockpool_server(two[0], *beside(two), "--max-models", "2", "--pool-bytes", "60MB") as ours:
-        replies = [ours.chat(hello, max_tokens=4, model=str(m))["choices"][0]["message"]["content"] for m in two]
+    with blockpool_server(
+        two[0], *beside(two), "--max-models", "2", "--pool-bytes", "60MB"
+    ) as ours:
+        replies = [text_of(ours.chat(hello, max_tokens=4, model=str(m))) for m in two]
         monkeypatch.setattr(LoadedModel, "step", dying)
         status, answer = ours.send("/v1/chat/completions", {"messages": hello, "max_tokens": 4})
         assert (status, "no one catches this" in answer["error"]["message"]) == (503, True)
         monkeypatch.undo()
-        again = [ours.chat(hello, max_tokens=4, model=str(m))["choices"][0]["message"]["content"] for m in two]
+        again = [text_of(ours.chat(hello, max_tokens=4, model=str(m))) for m in two]
         ours.settle()
         assert counts(ours)["loads"] == 2
     assert again == replies
 
 
-def test_a_model_without_a_pool_is_swapped_like_any_other(two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plugin describes it, so that nothing is in blocks; with a draft its requests run one by one."""
-    monkeypatch.setattr("mlx_blockpool.server.models.caches.describe", lambda *_: None)
-    arguments = ("--draft-model", str(save_model(two[0].parent / "draft", "llama", num_hidden_layers=1)))
+def test_a_model_without_a_pool_is_swapped_like_any_other(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No plugin describes it, so that nothing is in blocks; with a draft its requests run one by
+    one.
+    """
+    monkeypatch.setattr("mlx_blockpool.server.model_caches.describe", lambda *_: None)
+    arguments = (
+        "--draft-model",
+        str(save_model(two[0].parent / "draft", "llama", num_hidden_layers=1)),
+    )
     hello = [{"role": "user", "content": "Hello, you"}]
     models = [save_model(two[0].parent / f"other {seed}", "llama", seed) for seed in (4, 5)]
     expected = []
     for model in models:
         with stock_server(model, *arguments) as stock:
-            expected.append(stock.chat(hello, max_tokens=8)["choices"][0]["message"]["content"])
+            expected.append(text_of(stock.chat(hello, max_tokens=8)))
     with blockpool_server(models[0], *beside(models), *arguments) as ours:
-        jobs = [lambda n=n: ours.chat(hello, max_tokens=8, model=str(models[n % 2])) for n in range(6)]
-        found = [answer["choices"][0]["message"]["content"] for answer in at_once(jobs)]
+        jobs = [
+            lambda n=n: ours.chat(hello, max_tokens=8, model=str(models[n % 2])) for n in range(6)
+        ]
+        found = [text_of(answer) for answer in at_once(jobs)]
         assert ours.send("/v1/cache")[1]["backend"] == "mlx-lm"
     assert found == expected * 3
 
 
-def test_an_adapter_makes_another_model_of_the_same_folder(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_adapter_makes_another_model_of_the_same_folder(
+    two: tuple[Path, Path], tmp_path: Path
+) -> None:
     model = load(str(two[0]))[0]
     lora = {"rank": 4, "scale": 20.0, "dropout": 0.0}
     linear_to_lora_layers(model, 2, lora)
-    weights = {name: mx.random.normal(a.shape) for name, a in tree_flatten(model.trainable_parameters()) if "lora" in name}
+    weights = {
+        name: mx.random.normal(a.shape)
+        for name, a in tree_flatten(model.trainable_parameters())
+        if "lora" in name
+    }
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"num_layers": 2, "lora_parameters": lora}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"num_layers": 2, "lora_parameters": lora})
+    )
     hello = [{"role": "user", "content": "Hello"}]
 
     def replies(client: Client) -> list[str]:
-        answers = [client.chat(hello, max_tokens=8, **({"adapters": str(tmp_path)} if n % 2 else {})) for n in range(2)]
+        answers = [
+            client.chat(hello, max_tokens=8, **({"adapters": str(tmp_path)} if n % 2 else {}))
+            for n in range(2)
+        ]
         named = client.chat(hello, max_tokens=8, model=str(two[0]), adapters=str(tmp_path))
-        return [answer["choices"][0]["message"]["content"] for answer in (*answers, named)]
+        return [text_of(answer) for answer in (*answers, named)]
 
     with stock_server(two[0]) as stock:
         expected = replies(stock)
     with blockpool_server(two[0], "--allow-models", str(tmp_path), "--pool-bytes", "60MB") as ours:
         assert replies(ours) == expected
-        assert ours.send("/v1/chat/completions", {"messages": hello, "model": str(two[0]), "adapters": "/no/such"})[0] == 404
+        assert (
+            ours.send(
+                "/v1/chat/completions",
+                {"messages": hello, "model": str(two[0]), "adapters": "/no/such"},
+            )[0]
+            == 404
+        )
     assert expected[0] != expected[2]
 
 
-def test_pools_are_shares_of_what_is_free_where_no_size_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100, the first model takes 20: its pool may take a quarter of the rest, the second's half of what that leaves."""
-    template: Any = types.SimpleNamespace(default_key=lambda: None, cli_args=types.SimpleNamespace(draft_model=None))
+def test_pools_are_shares_of_what_is_free_where_no_size_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 100, the first model takes 20: its pool may take a quarter of the rest, the second's
+    half of what that leaves.
+    """
+    template: Any = types.SimpleNamespace(
+        default_key=lambda: None, cli_args=types.SimpleNamespace(draft_model=None)
+    )
     registry = ModelRegistry(template, ServerConfig(models=ModelsConfig(max_models=2)))  # type: ignore[arg-type]
     active = [20]
-    monkeypatch.setattr("mlx_blockpool.server.models.registry.default_pool_bytes", lambda: (100 - active[0]) // 2)
+    monkeypatch.setattr(
+        "mlx_blockpool.server.models.registry.default_pool_bytes", lambda: (100 - active[0]) // 2
+    )
     assert registry.share() == 20
     first: Any = types.SimpleNamespace(pool_bytes=20, array_bytes=4)
     registry.loaded = {ModelKey("a"): first}

@@ -1,4 +1,6 @@
-"""Models that cannot be loaded: the request that names one gets an error that says why, and the others get their replies."""
+"""Models that cannot be loaded: the request that names one gets an error that says why, and the
+others get their replies.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.server.model import LoadedModel
-from mlx_blockpool.server.models.provider import BlockpoolModelProvider
-from mlx_blockpool.server.models.swap import ModelSwap
-from server.serving import Client, at_once, blockpool_server
+from mlx_blockpool.server.models.registry import ModelSwap
+from mlx_blockpool.server.provider import BlockpoolModelProvider
+from server.serving import Client, at_once, blockpool_server, cached_tokens, text_of, until
 
-HELLO = [{"role": "system", "content": "This is known. " * 40}, {"role": "user", "content": "Hello"}]
+HELLO = [
+    {"role": "system", "content": "This is known. " * 40},
+    {"role": "user", "content": "Hello"},
+]
 
 
 def change(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -45,7 +50,9 @@ def no_weights(folder: Path) -> None:
 def huge(folder: Path) -> None:
     """A file with a hole in it that is larger than any machine."""
     with (folder / "model-2.safetensors").open("wb") as file:
-        header = b'{"a": {"dtype": "U8", "shape": [4398046511104], "data_offsets": [0, 4398046511104]}}'
+        header = (
+            b'{"a": {"dtype": "U8", "shape": [4398046511104], "data_offsets": [0, 4398046511104]}}'
+        )
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2**42)
 
@@ -59,15 +66,25 @@ BROKEN: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a type whose module ends the process": (config(model_type="olmo"), 400, "olmo"),
     "type is no text": (config(model_type=["llama"]), 400, "llama"),
     "code of its own": (config(model_file="own.py"), 400, "--trust-remote-code"),
-    "a million layers": (config(num_hidden_layers=10**6), 400, "so many"),
+    "a million layers": (config(num_hidden_layers=10**6), 400, "tensors"),
     "a pipe": (lambda folder: os.mkfifo(folder / "generation_config.json"), 400, "regular file"),
     "no weights": (no_weights, 400, "safetensors"),
-    "cut weights": (change("model.safetensors", lambda data: data[: len(data) // 2]), 400, "cut off"),
-    "weights are no safetensors": (change("model.safetensors", lambda data: b"\0" * 64), 400, "safetensors"),
+    "cut weights": (
+        change("model.safetensors", lambda data: data[: len(data) // 2]),
+        400,
+        "cut off",
+    ),
+    "weights are no safetensors": (
+        change("model.safetensors", lambda data: b"\0" * 64),
+        400,
+        "safetensors",
+    ),
     "no tokenizer": (no_tokenizer, 400, "tokenizer"),
     "more than fits": (huge, 400, "this machine has"),
     # These are found out by mlx-lm, with the old model still there.
     "shapes of another config": (config(hidden_size=96), 400, "shape"),
+    "larger than any machine": (config(hidden_size=10**9, vocab_size=10**9), 400, "Cannot load"),
+    "a size of 400 digits": (config(intermediate_size=10**400), 400, "Cannot load"),
     "layers that are not there": (config(num_hidden_layers=3), 400, "parameters"),
     "a config that says too little": (config(num_attention_heads=None), 400, "Cannot load"),
     "tokenizer is no JSON": (change("tokenizer.json", lambda text: text[:40]), 400, "Cannot load"),
@@ -75,12 +92,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], int, str]] = {
 
 
 # What the process that makes tokens of the prompt has found out before.
-FOUND_FIRST = {"a config that says too little": "num_attention_heads", "tokenizer is no JSON": "tokenizer.json"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+FOUND_FIRST = {
+    "a config that says too little": "num_attention_heads",
+    "tokenizer is no JSON": "tokenizer.json",
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,41 +104,45 @@ def allowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(model: Path, allowed: Path) -> Iterator[Client]:
+def allowing(model: Path, allowed: Path) -> Iterator[Client]:
     with blockpool_server(model, "--allow-models", str(allowed), "--pool-bytes", "30MB") as running:
         yield running
 
 
-def reply(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
-
-
-def cached(answer: dict[str, Any]) -> int:
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_model_leaves_the_old_one_with_all_that_it_knows(what: str, client: Client, allowed: Path) -> None:
+def test_a_broken_model_leaves_the_old_one_with_all_that_it_knows(
+    what: str, allowing: Client, allowed: Path
+) -> None:
     damage, status, said = BROKEN[what]
     broken = save_model(allowed / what, "llama", seed=4)
     damage(broken)
-    before = client.chat(HELLO, max_tokens=6)
-    loads = client.send("/admin/models")[1]["counts"]["loads"]
+    before = allowing.chat(HELLO, max_tokens=6)
+    loads = allowing.send("/admin/models")[1]["counts"]["loads"]
     bad = {"messages": HELLO, "max_tokens": 6, "model": str(broken)}
-    answers = at_once([lambda b=b: client.send("/v1/chat/completions", b) for b in ({"messages": HELLO, "max_tokens": 6}, bad)])
-    ordered = client.send("/admin/load", {"model": str(broken)})
-    after = client.chat(HELLO, max_tokens=6)
+    answers = at_once(
+        [
+            lambda b=b: allowing.send("/v1/chat/completions", b)
+            for b in ({"messages": HELLO, "max_tokens": 6}, bad)
+        ]
+    )
+    ordered = allowing.send("/admin/load", {"model": str(broken)})
+    after = allowing.chat(HELLO, max_tokens=6)
     assert (answers[0][0], answers[1][0], ordered[0]) == (200, status, status)
     assert FOUND_FIRST.get(what, said) in answers[1][1]["error"]["message"]
     assert said in ordered[1]["error"]
-    assert reply(before) == reply(answers[0][1]) == reply(after)
-    assert cached(after) == after["usage"]["prompt_tokens"] - 1
-    assert client.send("/admin/models")[1]["counts"]["loads"] == loads, "the old one was never away"
-    client.settle()
+    assert text_of(before) == text_of(answers[0][1]) == text_of(after)
+    assert cached_tokens(after["usage"]) == after["usage"]["prompt_tokens"] - 1
+    assert allowing.send("/admin/models")[1]["counts"]["loads"] == loads, (
+        "the old one was never away"
+    )
+    allowing.settle()
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("error", [MemoryError("no more of it"), RuntimeError("[malloc] Unable to allocate"), SystemExit("bye")])
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("no more of it"), RuntimeError("[malloc] Unable to allocate"), SystemExit("bye")],
+)
 @pytest.mark.parametrize("stage", ["read", "open"])
 def test_a_load_that_fails_late_brings_the_old_model_back(
     stage: str, error: BaseException, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,22 +162,33 @@ def test_a_load_that_fails_late_brings_the_old_model_back(
     body = {"messages": HELLO, "max_tokens": 6}
     with blockpool_server(model, "--allow-models", str(bad), *stored) as ours:
         before = ours.chat(HELLO, max_tokens=6)
-        jobs = [lambda b=b: ours.send("/v1/chat/completions", b) for b in (body, {**body, "model": str(bad)}, body)]
+        jobs = [
+            lambda b=b: ours.send("/v1/chat/completions", b)
+            for b in (body, {**body, "model": str(bad)}, body)
+        ]
         answers = at_once(jobs)
         assert [status for status, _ in answers] == [200, 503, 200]
         assert str(error) in answers[1][1]["error"]["message"]
-        assert [reply(answer) for status, answer in answers if status == 200] == [reply(before)] * 2
+        assert [text_of(answer) for status, answer in answers if status == 200] == [
+            text_of(before)
+        ] * 2
         # It is not tried again at once: whoever asks would cost the others a swap.
         status, answer = ours.send("/v1/chat/completions", {**body, "model": str(bad)})
         assert (status, "not tried again" in answer["error"]["message"]) == (503, True)
         after = ours.chat(HELLO, max_tokens=6)
-        assert (reply(after), cached(after)) == (reply(before), after["usage"]["prompt_tokens"] - 1)
+        assert (text_of(after), cached_tokens(after["usage"])) == (
+            text_of(before),
+            after["usage"]["prompt_tokens"] - 1,
+        )
         # Nobody has to ask for the old one.
         assert ours.send("/admin/load", {"model": str(bad)})[0] == 503
         assert ours.send(f"/v1/models/{model.name}")[1]["mlx_blockpool"]["state"] == "loaded"
         figures = ours.send("/admin/models")[1]
         assert figures["counts"] == {"loads": 3, "unloads": 2, "swaps": 0, "failures": 2}
-        assert {m["id"]: m["failure"] is None for m in figures["models"]} == {model.name: True, bad.name: False}
+        assert {m["id"]: m["failure"] is None for m in figures["models"]} == {
+            model.name: True,
+            bad.name: False,
+        }
         # An order tries at once, and clears it.
         monkeypatch.undo()
         assert ours.send("/admin/load", {"model": str(bad)})[0] == 200
@@ -182,20 +212,26 @@ def test_where_not_even_the_old_model_comes_back_it_is_loaded_on_demand(
         assert ours.send("/health")[0] == 200
         monkeypatch.undo()
         assert ours.send("/admin/load", {"model": str(model)})[0] == 200
-        assert reply(ours.chat(HELLO, max_tokens=6)) == reply(before)
+        assert text_of(ours.chat(HELLO, max_tokens=6)) == text_of(before)
 
 
-def test_a_pool_that_is_too_small_for_the_new_model_is_said_before_the_old_one_goes(model: Path, tmp_path: Path) -> None:
+def test_a_pool_that_is_too_small_for_the_new_model_is_said_before_the_old_one_goes(
+    model: Path, tmp_path: Path
+) -> None:
     large = save_model(tmp_path / "large", "llama", seed=6, num_hidden_layers=40)
     with blockpool_server(model, "--allow-models", str(large), "--pool-bytes", "1MB") as ours:
         before = ours.chat(HELLO[1:], max_tokens=6)
-        status, answer = ours.send("/v1/chat/completions", {"messages": HELLO[1:], "model": str(large)})
+        status, answer = ours.send(
+            "/v1/chat/completions", {"messages": HELLO[1:], "model": str(large)}
+        )
         assert (status, "Raise --pool-bytes" in answer["error"]["message"]) == (503, True)
         assert ours.send("/admin/models")[1]["counts"]["unloads"] == 0
-        assert reply(ours.chat(HELLO[1:], max_tokens=6)) == reply(before)
+        assert text_of(ours.chat(HELLO[1:], max_tokens=6)) == text_of(before)
 
 
-def test_a_server_that_stops_while_a_model_is_loaded_stops(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stops_while_a_model_is_loaded_stops(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The weights never end; whoever waits for them is told."""
     endless = save_model(tmp_path / "endless", "llama", seed=7)
 
@@ -208,14 +244,17 @@ def test_a_server_that_stops_while_a_model_is_loaded_stops(model: Path, tmp_path
     with blockpool_server(model, "--allow-models", str(endless), "--pool-bytes", "30MB") as ours:
         ours.chat(HELLO, max_tokens=2)
         monkeypatch.setattr(BlockpoolModelProvider, "read", reading)
-        monkeypatch.setattr(ModelSwap, "_enter", lambda self, stage: (entered.append(stage), enter(self, stage)))
+        monkeypatch.setattr(
+            ModelSwap, "_enter", lambda self, stage: (entered.append(stage), enter(self, stage))
+        )
 
         def stop() -> None:
-            while "loading" not in entered:
-                threading.Event().wait(0.01)
+            until(lambda: "loading" in entered)
             ours.generator.stop_and_join()
 
-        (status, answer), _ = at_once([lambda: ours.send("/v1/completions", {"prompt": "x", "model": str(endless)}), stop])
+        (status, answer), _ = at_once(
+            [lambda: ours.send("/v1/completions", {"prompt": "x", "model": str(endless)}), stop]
+        )
     assert (status, answer["error"]["message"]) == (503, "The server is shutting down.")
 
 
@@ -236,7 +275,9 @@ def test_a_load_that_hangs_is_told_and_does_not_keep_the_server(
     with blockpool_server(model, "--allow-models", str(hanging), "--pool-bytes", "30MB") as ours:
         ours.chat(HELLO, max_tokens=2)
         monkeypatch.setattr(BlockpoolModelProvider, "prepare", hang)
-        asking = threading.Thread(target=ours.send, args=("/v1/completions", {"prompt": "x", "model": "hanging"}))
+        asking = threading.Thread(
+            target=ours.send, args=("/v1/completions", {"prompt": "x", "model": "hanging"})
+        )
         asking.start()
         assert entered.wait(30)
         ours.generator.health.stall_seconds = 0.0

@@ -1,4 +1,6 @@
-"""A swap gives memory back, to mlx and to the system: a real process after swaps beside one that has just started."""
+"""A swap gives memory back, to mlx and to the system: a real process after swaps beside one that
+has just started.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ from server.processes import needs_proc, process, send
 WITHIN = 0.05
 LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4}
 ROUNDS = 5
-# glibc keeps up to twice the largest array that was freed so far: fixed here, so that it is the same in a fresh process.
-THRESHOLDS = "import ctypes; mallopt = ctypes.CDLL(None).mallopt; mallopt(-1, 131072); mallopt(-3, 131072)"
+# glibc keeps up to twice the largest array that was freed so far: fixed here, so that it is the
+# same in a fresh process.
+THRESHOLDS = (
+    "import ctypes; mallopt = ctypes.CDLL(None).mallopt; mallopt(-1, 131072); mallopt(-3, 131072)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +42,16 @@ served = functools.partial(process, before=THRESHOLDS)
 
 
 def memory(port: int, server: Program, model: Path) -> tuple[int, int, int]:
-    """Bytes of arrays, bytes that mlx keeps for others, and resident bytes of the process, once the model has replied."""
-    body = {"messages": [{"role": "user", "content": "word " * 8}], "max_tokens": 2, "model": str(model)}
+    """Bytes of arrays, bytes that mlx keeps for others, and resident bytes of the process, once
+    the model has replied.
+    """
+    body = {
+        "messages": [{"role": "user", "content": "word " * 8}],
+        "max_tokens": 2,
+        "model": str(model),
+    }
     assert send(port, "/v1/chat/completions", body)["choices"]
-    while send(port, "/health")["doing"] != "nothing":
+    while "doing" in send(port, "/health"):
         time.sleep(0.05)
     found = send(port, "/admin/models")["memory"]
     resident = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * 4096
@@ -49,7 +60,9 @@ def memory(port: int, server: Program, model: Path) -> tuple[int, int, int]:
 
 @needs_proc
 @pytest.mark.thorough
-def test_memory_after_each_swap_is_that_of_a_fresh_start(models: list[Path], tmp_path: Path) -> None:
+def test_memory_after_each_swap_is_that_of_a_fresh_start(
+    models: list[Path], tmp_path: Path
+) -> None:
     found: dict[Path, list[tuple[int, int, int]]] = {model: [] for model in models}
     with served(models[0], tmp_path, "--allow-models", str(models[0].parent)) as (port, server):
         for model in models * ROUNDS:
@@ -62,12 +75,16 @@ def test_memory_after_each_swap_is_that_of_a_fresh_start(models: list[Path], tmp
         for after in found[model][1:]:
             assert abs(after[0] - active) <= WITHIN * active
             assert after[1] <= cache + WITHIN * active
-            assert after[2] <= resident * (1 + WITHIN), f"{found[model]} after swaps, {(active, cache, resident)} fresh"
+            assert after[2] <= resident * (1 + WITHIN), (
+                f"{found[model]} after swaps, {(active, cache, resident)} fresh"
+            )
 
 
 @needs_proc
 @pytest.mark.parametrize("rounds", only([1, 2], 1))
-def test_an_unloaded_model_leaves_nothing_behind(rounds: int, models: list[Path], tmp_path: Path) -> None:
+def test_an_unloaded_model_leaves_nothing_behind(
+    rounds: int, models: list[Path], tmp_path: Path
+) -> None:
     with served(models[0], tmp_path, "--allow-models", str(models[0].parent)) as (port, server):
         for model in models * rounds:
             active, _, resident = memory(port, server, model)
@@ -81,10 +98,14 @@ def test_an_unloaded_model_leaves_nothing_behind(rounds: int, models: list[Path]
 
 
 @pytest.mark.thorough
-def test_the_new_model_takes_no_memory_before_the_old_one_is_gone(models: list[Path], tmp_path: Path) -> None:
+def test_the_new_model_takes_no_memory_before_the_old_one_is_gone(
+    models: list[Path], tmp_path: Path
+) -> None:
     small = save_model(tmp_path / "small", "llama")
     arguments = [sys.executable, "-m", "server.swap_stages", str(small), str(models[0])]
-    ran = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=120)
+    ran = subprocess.run(
+        arguments, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=120
+    )
     assert ran.returncode == 0, ran.stderr
     active = json.loads(ran.stdout.splitlines()[-1])
     assert active["new"] > 10_000_000

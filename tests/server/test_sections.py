@@ -1,4 +1,6 @@
-"""Replies that keep a form: their tokens say what is thinking, content and calls, whatever their text says."""
+"""Replies that keep a form: their tokens say what is thinking, content and calls, whatever their
+text says.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, pythonic, qwen3_coder
 from thorough import tried
 
-from mlx_blockpool.forms.wanted import Wanted
-from mlx_blockpool.server.api.completions_reply import TextRenderer
-from mlx_blockpool.server.api.reply import Call, ReplyParser, Silence, Text, Thinking
+from mlx_blockpool.forms.output_format import OutputFormat
+from mlx_blockpool.server.api.completions import Packets, TextRenderer
+from mlx_blockpool.server.api.reply import CALLS, Call, ReplyParser, Text, Thinking
 from mlx_blockpool.server.api.sections import Mark, Section, Sections
 from mlx_blockpool.server.prompts.job import PreparedPrompt
 from mlx_blockpool.server.request import ChatRequest, ParsedRequest, PromptRequest
@@ -31,31 +33,51 @@ NASTY = 'é🎉 <think>a</think> b </tool_call> <tool_call>{"} c'
 CONTENT = json.dumps({"text": NASTY}, ensure_ascii=False)
 CALL = json.dumps({"name": "add", "arguments": {"text": NASTY}}, ensure_ascii=False)
 CALLED = Call(None, "add", {"text": NASTY})
-JSON = Wanted("json", "{}", "response_format")
+JSON = OutputFormat("json", "{}", "response_format")
 
 
-def reading(kind: str, words: list[str] | None = None, state: str = "normal", **options: Any) -> ReplyParser:
+def reading(
+    kind: str, words: list[str] | None = None, state: str = "normal", **options: Any
+) -> ReplyParser:
     """Of a reply that keeps a form."""
     tokenizer = tokenizer_of(kind)
     sm = make_text_state_machine(tokenizer)
     context = Namespace(text_sm=sm, initial_state=state, tool_parser=json_tools.parse_tool_call)
     may_call, begun = options.pop("may_call", True), options.pop("begun", "start")
     request = ChatRequest("chat", "", [], options.pop("tools", TOOLS), None, **options)
-    compiled: Any = Namespace(state="thinking" if state == "reasoning" else begun, may_call=may_call)
-    request.compiled, request.tokenizer, request.prepared = compiled, tokenizer, PreparedPrompt(call=MARKERS[2:])
-    return ReplyParser(context, request, words or [])
+    compiled: Any = Namespace(
+        state="thinking" if state == "reasoning" else begun, may_call=may_call
+    )
+    request.compiled, request.tokenizer, request.prepared = (
+        compiled,
+        tokenizer,
+        PreparedPrompt(call=MARKERS[2:]),
+    )
+    return ReplyParser(parsed(request, words), context)
+
+
+def parsed(request: Any, words: list[str] | None = None, one_call: bool = False) -> ParsedRequest:
+    arguments: Any = Namespace(stop_words=words or [], max_tokens=9, logprobs=False, top_logprobs=0)
+    return ParsedRequest(request, arguments, Namespace(logprobs=False, stream=True), one_call)
 
 
 def tokens_of(kind: str, *parts: str) -> list[int]:
     """Tokens of text; only a part that is a marker is the marker's token."""
     vocabulary = vocabulary_of(kind)
-    return [t for part in parts for t in ([vocabulary.added[part]] if part in MARKERS else vocabulary.ll.tokenize_str(part))]
+    return [
+        t
+        for part in parts
+        for t in ([vocabulary.added[part]] if part in MARKERS else vocabulary.ll.tokenize_str(part))
+    ]
 
 
 def read(kind: str, parser: ReplyParser, *parts: str, reason: str = "stop") -> list[Any]:
     """The pieces of a reply that comes one token after the other, those of one kind in one."""
     given_tokens = tokens_of(kind, *parts)
-    pieces = [p for p in parser.parse(responses(kind, given_tokens, reason)) if not isinstance(p, Silence)]
+    pieces: list[Any] = []
+    for response in responses(kind, given_tokens, reason):
+        if parser.reason is None:
+            pieces += parser.parse(response)
     joined: list[Any] = []
     for each, group in itertools.groupby(pieces, type):
         same = list(group)
@@ -64,16 +86,23 @@ def read(kind: str, parser: ReplyParser, *parts: str, reason: str = "stop") -> l
 
 
 def responses(kind: str, tokens: list[int], reason: str, end: int = -1) -> Iterator[Any]:
-    """mlx-lm's responses, with the text that its detokenizer has for each token; `end`, which stops a reply, adds none."""
+    """mlx-lm's responses, with the text that its detokenizer has for each token; `end`, which
+    stops a reply, adds none.
+    """
     detokenizer = tokenizer_of(kind).detokenizer
     for number, token in enumerate(tokens):
         detokenizer.add_token(token)
         is_last = reason == "length" and number == len(tokens) - 1
         if is_last:
             detokenizer.finalize()
-        yield Namespace(text=detokenizer.last_segment, token=token, finish_reason="length" if is_last else None)
+        yield Namespace(
+            text=detokenizer.last_segment,
+            token=token,
+            logprob=0.0,
+            finish_reason="length" if is_last else None,
+        )
     detokenizer.finalize()
-    yield Namespace(text=detokenizer.last_segment, token=end, finish_reason="stop")
+    yield Namespace(text=detokenizer.last_segment, token=end, logprob=0.0, finish_reason="stop")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,22 +116,40 @@ def test_no_marker_is_found_in_the_content_of_a_form(kind: str) -> None:
 
 def test_thinking_that_the_prompt_began_and_a_call_in_place_of_content() -> None:
     parser = reading("bpe", form=JSON, state="reasoning")
-    assert read("bpe", parser, "Hm.", "</think>", "<tool_call>", CALL, "</tool_call>") == [Thinking("Hm."), CALLED]
+    assert read("bpe", parser, "Hm.", "</think>", "<tool_call>", CALL, "</tool_call>") == [
+        Thinking("Hm."),
+        CALLED,
+    ]
     assert parser.num_thinking == len(tokens_of("bpe", "Hm.", "</think>"))
-    assert (parser.num_calls, parser.done().reason) == (1, "calls")
+    assert (parser.num_calls, parser.reason) == (1, CALLS)
     # Where no call may come, its marker is part of the thinking.
     parser = reading("bpe", form=JSON, state="reasoning", may_call=False)
-    assert read("bpe", parser, "Hm.", "<tool_call>", "?", "</think>", CONTENT) == [Thinking("Hm.<tool_call>?"), Text(CONTENT)]
+    assert read("bpe", parser, "Hm.", "<tool_call>", "?", "</think>", CONTENT) == [
+        Thinking("Hm.<tool_call>?"),
+        Text(CONTENT),
+    ]
 
 
 def test_content_that_the_client_begins() -> None:
-    assert read("bpe", reading("bpe", form=JSON, begin="{", begun="form"), "<", "think> ") == [Text("<think> ")]
+    assert read("bpe", reading("bpe", form=JSON, begin="{", begun="form"), "<", "think> ") == [
+        Text("<think> ")
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_ends_with_the_token_of_its_marker(kind: str) -> None:
     parser = reading(kind)
-    parts = ["Ok. ", "<tool_call>", f"\n{CALL}\n", "</tool_call>", "\n", "<tool_call>", CALL, "</tool_call>", "\nDone."]
+    parts = [
+        "Ok. ",
+        "<tool_call>",
+        f"\n{CALL}\n",
+        "</tool_call>",
+        "\n",
+        "<tool_call>",
+        CALL,
+        "</tool_call>",
+        "\nDone.",
+    ]
     assert read(kind, parser, *parts) == [Text("Ok. "), CALLED, Text("\n"), CALLED, Text("\nDone.")]
     assert parser.num_calls == 2
     assert read(kind, reading(kind, state="tool", calls="must"), CALL, "</tool_call>") == [CALLED]
@@ -131,16 +178,20 @@ def test_calls_whose_end_is_ordinary_text_are_found_by_their_text() -> None:
     request.compiled = compiled
     # Space is no marker, also where it is an added token.
     for end, is_found in (("</tool_call>", True), ("<end>", False), ("<end  of it>", False)):
-        request.tokenizer = TokenizerWrapper(inner, BPEStreamingDetokenizer, tool_call_start="<tool_call>", tool_call_end=end)
-        assert (Sections.of(request, "normal") is not None) == is_found
+        request.tokenizer = TokenizerWrapper(
+            inner, BPEStreamingDetokenizer, tool_call_start="<tool_call>", tool_call_end=end
+        )
+        assert Sections.for_reply(request, "normal").by_tokens == is_found
 
 
 def test_a_call_that_is_cut_is_text_and_one_call_ends_a_reply() -> None:
     parser = reading("bpe")
-    assert read("bpe", parser, "<tool_call>", CALL[:-20], reason="length") == [Text(f"<tool_call>{CALL[:-20]}")]
-    alone = ReplyParser(parser._context, parser._request, [], one_call=True)
+    assert read("bpe", parser, "<tool_call>", CALL[:-20], reason="length") == [
+        Text(f"<tool_call>{CALL[:-20]}")
+    ]
+    alone = ReplyParser(parsed(parser._request, one_call=True), parser._context)
     assert read("bpe", alone, "<tool_call>", CALL, "</tool_call>", "more") == [CALLED]
-    assert alone.finish == "stop"
+    assert alone.reason == CALLS
 
 
 def test_a_cut_call_is_text_where_its_parser_would_read_one() -> None:
@@ -148,7 +199,9 @@ def test_a_cut_call_is_text_where_its_parser_would_read_one() -> None:
     for words, rest, reason in (([], "", "length"), (["Oslo"], "Oslo", "stop")):
         parser = reading("bpe", words)
         parser._context.tool_parser = pythonic.parse_tool_call
-        assert read("bpe", parser, "<tool_call>", written, rest, reason=reason) == [Text(f"<tool_call>{written}")]
+        assert read("bpe", parser, "<tool_call>", written, rest, reason=reason) == [
+            Text(f"<tool_call>{written}")
+        ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +214,10 @@ def test_stop_words_end_a_reply_that_keeps_a_form(kind: str) -> None:
     assert parser.stop_word == "</tool"
     # One that begins like a marker is not in its way.
     parser = reading(kind, ["</tool_call>\n\n"], state="normal")
-    assert read(kind, parser, "<tool_call>", CALL, "</tool_call>", "\nDone.") == [CALLED, Text("\nDone.")]
+    assert read(kind, parser, "<tool_call>", CALL, "</tool_call>", "\nDone.") == [
+        CALLED,
+        Text("\nDone."),
+    ]
 
 
 MARKS: dict[Section, list[Mark]] = {
@@ -179,16 +235,27 @@ def sections_of(tokens: list[int]) -> list[tuple[Section, str]]:
     begun = at = 0
     while at < len(tokens):
         at += 1
-        mark = next((m for m in MARKS[section] if tuple(tokens[max(begun, at - len(m.tokens)) : at]) == m.tokens), None)
+        mark = next(
+            (
+                m
+                for m in MARKS[section]
+                if tuple(tokens[max(begun, at - len(m.tokens)) : at]) == m.tokens
+            ),
+            None,
+        )
         if mark is not None:
-            found.append((section, "".join(SPELLED[t] for t in tokens[begun : at - len(mark.tokens)])))
+            found.append(
+                (section, "".join(SPELLED[t] for t in tokens[begun : at - len(mark.tokens)]))
+            )
             section, begun = mark.section, at
     return [*found, (section, "".join(SPELLED[t] for t in tokens[begun:]))]
 
 
 @tried(25, 2000)
 @given(st.lists(st.sampled_from(sorted(SPELLED)), max_size=24), st.data())
-def test_sections_are_those_of_the_whole_reply_however_late_its_text_comes(tokens: list[int], data: st.DataObject) -> None:
+def test_sections_are_those_of_the_whole_reply_however_late_its_text_comes(
+    tokens: list[int], data: st.DataObject
+) -> None:
     sections, held, later = Sections(MARKS, "free"), "", ""
     found: list[tuple[Section, str]] = []
     for token in tokens:
@@ -199,13 +266,17 @@ def test_sections_are_those_of_the_whole_reply_however_late_its_text_comes(token
         sections.add(token, text)
         later += text
         size = data.draw(st.integers(0, len(later)))
-        found += sections.take(later[:size])
+        found += sections.split(later[:size])
         later = later[size:]
-    found += [*sections.take(later), sections.flush()]
-    joined = [(section, "".join(part for _, part in group)) for section, group in itertools.groupby(found, lambda each: each[0])]
+    found += [*sections.split(later), sections.flush()]
+    joined = [
+        (section, "".join(part for _, part in group))
+        for section, group in itertools.groupby(found, lambda each: each[0])
+    ]
     whole = sections_of(tokens)
     expected = [
-        (section, "".join(part for _, part in group)) for section, group in itertools.groupby(whole, lambda each: each[0])
+        (section, "".join(part for _, part in group))
+        for section, group in itertools.groupby(whole, lambda each: each[0])
     ]
     if held:
         expected[-1] = (expected[-1][0], expected[-1][1][: -len(held)])
@@ -226,21 +297,30 @@ def test_sections_are_those_of_the_whole_reply_however_late_its_text_comes(token
         ({"type": "boolean"}, "True", True),
     ],
 )
-def test_arguments_in_tags_have_the_types_of_their_schemas(schema: dict[str, Any], raw: str, value: Any) -> None:
+def test_arguments_in_tags_have_the_types_of_their_schemas(
+    schema: dict[str, Any], raw: str, value: Any
+) -> None:
     parameters = {"type": "object", "properties": {"n": schema}, "$defs": {"N": {"type": "number"}}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
     parser = reading("bpe", tools=tools)
     parser._context.tool_parser = qwen3_coder.parse_tool_call
-    written = f"\n<function=add>\n<parameter=n>\n{raw}\n</parameter>\n<parameter=other>\n7\n</parameter>\n</function>\n"
-    assert read("bpe", parser, "<tool_call>", written, "</tool_call>") == [Call(None, "add", {"n": value, "other": "7"})]
+    parameters = f"<parameter=n>\n{raw}\n</parameter>\n<parameter=other>\n7\n</parameter>"
+    written = f"\n<function=add>\n{parameters}\n</function>\n"
+    assert read("bpe", parser, "<tool_call>", written, "</tool_call>") == [
+        Call(None, "add", {"n": value, "other": "7"})
+    ]
 
 
 def test_tools_that_are_none_are_in_nobodys_way() -> None:
     function = {"name": "add", "parameters": {"properties": {"n": {"type": ["integer", "null"]}}}}
-    parser = reading("bpe", tools=["add", {"name": "add"}, {"function": None}, {"function": function}])
+    parser = reading(
+        "bpe", tools=["add", {"name": "add"}, {"function": None}, {"function": function}]
+    )
     parser._context.tool_parser = qwen3_coder.parse_tool_call
     written = "<function=add>\n<parameter=n>\n5\n</parameter>\n</function>"
-    assert read("bpe", parser, "<tool_call>", written, "</tool_call>") == [Call(None, "add", {"n": 5})]
+    assert read("bpe", parser, "<tool_call>", written, "</tool_call>") == [
+        Call(None, "add", {"n": 5})
+    ]
 
 
 def completed(words: list[str], given: Iterator[Any]) -> str:
@@ -249,11 +329,12 @@ def completed(words: list[str], given: Iterator[Any]) -> str:
     request = PromptRequest("text", "", [], None, None, form=JSON)
     compiled: Any = Namespace(state="start", may_call=False)
     request.compiled, request.tokenizer = compiled, tokenizer
-    arguments: Any = Namespace(stop_words=words, logprobs=False, top_logprobs=0)
-    handler = Namespace(stream=True, generate_response=lambda text, *_, **__: {"choices": [{"text": text}]})
     context = Namespace(text_sm=make_text_state_machine(tokenizer, words), initial_state="normal")
-    renderer = TextRenderer(handler, ParsedRequest(request, arguments, Namespace(logprobs=False), False), context, 0)
-    packets = [packet for response in given for packet in renderer.add(response)]
+    renderer = TextRenderer(parsed(request, words), context, 0, Packets({}, "text"))
+    packets: list[Any] = []
+    for response in given:
+        if renderer.parser.reason is None:
+            packets += renderer.add(response)
     return "".join(packet["choices"][0]["text"] for packet in [*packets, *renderer.finish()])
 
 
@@ -268,5 +349,27 @@ def test_a_completion_that_keeps_a_form_shows_its_content_alone() -> None:
 
 def test_a_completion_that_ends_like_the_beginning_of_a_stop_word_is_whole() -> None:
     for word in ("}\n\n", 'c"}x'):
-        given = responses("bpe", tokens_of("bpe", CONTENT), "stop", end=tokenizer_of("bpe").eos_token_id)
+        given = responses(
+            "bpe", tokens_of("bpe", CONTENT), "stop", end=tokenizer_of("bpe").eos_token_id
+        )
         assert completed([word], given) == CONTENT
+
+
+def test_a_stop_word_that_adds_no_text_is_found_by_its_tokens() -> None:
+    tokenizer = tokenizer_of("bpe")
+    end = tokenizer.eos_token
+    for word, text in ((end, CONTENT), (f'"}}{end}', CONTENT)):
+        parser = reading("bpe", [word], form=JSON)
+        pieces = [
+            piece
+            for response in responses(
+                "bpe", tokens_of("bpe", text), "stop", end=tokenizer.eos_token_id
+            )
+            if parser.reason is None
+            for piece in parser.parse(response)
+        ]
+        expected = text if word == end or not text.endswith('"}') else text[:-2]
+        assert (
+            "".join(piece.text for piece in pieces if isinstance(piece, Text)),
+            parser.stop_word,
+        ) == (expected, word)

@@ -1,10 +1,11 @@
-"""When models are measured: at their load where nobody else waits for it, and otherwise while the server has nothing to do."""
+"""When models are measured: at their load where nobody else waits for it, and otherwise while
+the server has nothing to do.
+"""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,23 +13,25 @@ from typing import Any
 import pytest
 from models import save_endless, save_model
 
-from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.config import EngineConfig, ModelsConfig
 from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import measuring
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.errors import MeasuringStoppedError
-from mlx_blockpool.server.models import speeds as speeds_module
+from mlx_blockpool.server.models import registry as registry_module
 from mlx_blockpool.server.models.queue import ModelQueue
-from mlx_blockpool.server.models.speeds import QUIET_SECONDS, ModelSpeeds
-from mlx_blockpool.server.ranked.leader import Solo
+from mlx_blockpool.server.models.registry import ModelSpeeds
 from mlx_blockpool.store.measurements import Measurements
-from server.serving import Client, blockpool_server
+from mlx_blockpool.tier.write_behind import DiskTier
+from server.serving import Client, blockpool_server, until
 
-FLAT = CostCurve.of({1: 0.010, 2: 0.011, 20: 0.012}, {1: 0.010, 2: 0.011})
+FLAT = CostCurve.from_points({1: 0.010, 2: 0.011, 20: 0.012}, {1: 0.010, 2: 0.011})
 
 
 class World:
-    """A server of models "a" and "b" whose measuring takes three readings; `during` is called before each of them."""
+    """A server of models "a" and "b" whose measuring takes three readings; `during` is called
+    before each of them.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -39,17 +42,27 @@ class World:
         self.during: Callable[[int], None] = lambda number: None
         self.arrivals = False
         self.queue = ModelQueue(1.0, clock=lambda: self.now)
-        self.registry: Any = SimpleNamespace(loaded={}, queue=self.queue, swap=None)
+        self.registry: Any = SimpleNamespace(
+            loaded={}, queue=self.queue, swap=None, config=ModelsConfig()
+        )
         self.speeds = ModelSpeeds(self.registry, EngineConfig(), Measurements(None))
         self.speeds.has_arrivals = lambda: self.arrivals
-        monkeypatch.setattr(speeds_module, "measured", self.measured)
+        monkeypatch.setattr(registry_module, "measured", self.measured)
 
-    def measured(self, model: Any, caches: Any, config: Any, measurements: Any, name: str, look: Callable[[], None]) -> Any:
+    def measured(
+        self,
+        model: Any,
+        caches: Any,
+        config: Any,
+        measurements: Any,
+        name: str,
+        interrupt: Callable[[], None],
+    ) -> Any:
         caches.is_unmeasured = self.leaves
         try:
             for number in range(3):
                 self.during(number)
-                look()
+                interrupt()
                 self.readings.append(name)
             caches.curve = self.finds.get("curve")
         except MeasuringStoppedError:
@@ -66,7 +79,9 @@ class World:
 
 def make_caches() -> PooledCaches:
     caches = PooledCaches.__new__(PooledCaches)
-    caches.prefix = SimpleNamespace(arena=SimpleNamespace(decode=SimpleNamespace(costs={})), stored=None, num_lent=0)
+    caches.prefix = SimpleNamespace(
+        arena=SimpleNamespace(decode=SimpleNamespace(costs={})), stored=DiskTier(), num_lent=0
+    )
     return caches
 
 
@@ -74,7 +89,9 @@ def make_model(name: str, now: float) -> Any:
     engine = SimpleNamespace(steps=SimpleNamespace(decided=0))
     engine.steps.decide = lambda: setattr(engine.steps, "decided", engine.steps.decided + 1)
     provider = SimpleNamespace(name=name, model=None)
-    model = SimpleNamespace(key=name, provider=provider, caches=None, engine=engine, is_busy=False, used=now, reported=0)
+    model = SimpleNamespace(
+        key=name, provider=provider, caches=None, engine=engine, is_busy=False, used=now, reported=0
+    )
     model.update_report = lambda: setattr(model, "reported", model.reported + 1)
     return model
 
@@ -134,15 +151,15 @@ def unmeasured(world: World) -> Any:
 
 def test_a_model_is_measured_once_the_server_is_quiet(world: World) -> None:
     model = unmeasured(world)
-    world.now += 0.9 * QUIET_SECONDS
+    world.now += 0.9 * ModelsConfig().quiet_seconds
     world.speeds.catch_up()
     assert world.readings == []
-    world.now += 0.2 * QUIET_SECONDS
+    world.now += 0.2 * ModelsConfig().quiet_seconds
     # A request of the other model has just ended.
     world.registry.loaded["a"].used = world.now
     world.speeds.catch_up()
     assert world.readings == []
-    world.now += QUIET_SECONDS
+    world.now += ModelsConfig().quiet_seconds
     world.speeds.catch_up()
     assert world.readings == ["b"] * 3
     assert not model.caches.is_unmeasured
@@ -156,32 +173,13 @@ def test_what_is_found_before_the_measuring_is_stopped_is_used_at_once(world: Wo
     model = unmeasured(world)
     world.finds["costs"] = {0: "costs"}
     world.during = lambda number: setattr(world, "arrivals", number == 2)
-    world.now += QUIET_SECONDS
+    world.now += ModelsConfig().quiet_seconds
     world.speeds.catch_up()
     assert model.caches.is_unmeasured
     assert (model.engine.steps.decided, model.reported) == (1, 1)
     world.arrivals, world.now = False, world.now + 1000
     world.speeds.catch_up()
     assert (model.engine.steps.decided, model.reported) == (1, 1), "nothing more was found"
-
-
-def test_each_time_that_measuring_is_stopped_the_server_has_to_be_quiet_for_twice_as_long(world: World) -> None:
-    model = unmeasured(world)
-    world.during = lambda number: setattr(world, "arrivals", number == 1)
-    waited = []
-    for _ in range(9):
-        world.arrivals, world.readings, start = False, [], world.now
-        while not world.readings:
-            world.now += 0.5
-            world.speeds.catch_up()
-        waited.append(world.now - start)
-        # An agent's next request has come and gone.
-        model.used = world.now
-    assert waited == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    world.load("b").caches.is_unmeasured = True
-    world.arrivals, world.readings, world.now = False, [], world.now + QUIET_SECONDS
-    world.speeds.catch_up()
-    assert world.readings == ["b"], "another load has begun anew"
 
 
 def test_what_asks_for_no_model_stops_the_measuring_for_a_while_too(world: World) -> None:
@@ -191,10 +189,10 @@ def test_what_asks_for_no_model_stops_the_measuring_for_a_while_too(world: World
     world.speeds.catch_up()
     assert world.readings == ["b"]
     world.arrivals = False
-    world.now += 1.9 * QUIET_SECONDS
+    world.now += 0.9 * ModelsConfig().quiet_seconds
     world.speeds.catch_up()
     assert world.readings == ["b"]
-    world.now += 0.2 * QUIET_SECONDS
+    world.now += 0.2 * ModelsConfig().quiet_seconds
     world.speeds.catch_up()
     assert world.readings == ["b"] * 2
 
@@ -203,12 +201,12 @@ def test_what_has_no_room_is_tried_again_later(world: World) -> None:
     model = unmeasured(world)
     world.finds, world.leaves = {}, True
     tried = []
-    for second in range(40):
+    for second in range(35):
         world.now += 1
         world.readings.clear()
         world.speeds.catch_up()
         tried += [second + 1] if world.readings else []
-    assert tried == [1, 3, 7, 15, 31]
+    assert tried == [10, 20, 30]
     assert (model.engine.steps.decided, model.reported) == (0, 0)
 
 
@@ -217,21 +215,25 @@ def test_a_server_that_reads_or_writes_records_is_not_quiet(world: World, why: s
     unmeasured(world)
     prefix = world.registry.loaded["a"].caches.prefix
     jobs = ["job"] if why == "restoring" else []
-    restores, store = SimpleNamespace(jobs=jobs, is_stuck=False), SimpleNamespace(is_writing=why == "writing")
-    prefix.stored, prefix.num_lent = SimpleNamespace(restores=restores, store=store), int(why == "lent")
-    world.now += QUIET_SECONDS
+    restores = SimpleNamespace(jobs=jobs, is_stuck=False)
+    prefix.stored = stored = SimpleNamespace(restores=restores, is_writing=why == "writing")
+    prefix.num_lent = int(why == "lent")
+    world.now += ModelsConfig().quiet_seconds
     world.speeds.catch_up()
     assert world.readings == []
-    prefix.num_lent, store.is_writing = 0, False
+    prefix.num_lent, stored.is_writing = 0, False
     jobs.clear()
+    world.now += ModelsConfig().quiet_seconds
     world.speeds.catch_up()
     assert world.readings == ["b"] * 3
 
 
 @pytest.mark.parametrize("why", ["live", "waiting", "arrived", "swap"])
-def test_work_ends_the_measuring_which_begins_again_when_the_server_is_quiet(world: World, why: str) -> None:
+def test_work_ends_the_measuring_which_begins_again_when_the_server_is_quiet(
+    world: World, why: str
+) -> None:
     model = unmeasured(world)
-    world.now += QUIET_SECONDS
+    world.now += ModelsConfig().quiet_seconds
 
     def happen(number: int) -> None:
         if number == 1:
@@ -251,7 +253,7 @@ def test_work_ends_the_measuring_which_begins_again_when_the_server_is_quiet(wor
     world.during = lambda number: None
     world.registry.loaded["a"].is_busy, world.registry.swap, world.arrivals = False, None, False
     world.queue.clear()
-    world.now += 2 * QUIET_SECONDS
+    world.now += ModelsConfig().quiet_seconds
     world.speeds.catch_up()
     assert world.readings == ["b"] * 4
     assert not model.caches.is_unmeasured
@@ -260,27 +262,9 @@ def test_work_ends_the_measuring_which_begins_again_when_the_server_is_quiet(wor
 def test_a_model_without_an_engine_is_measured_too(world: World) -> None:
     model = unmeasured(world)
     model.engine = None
-    world.now += QUIET_SECONDS
+    world.now += ModelsConfig().quiet_seconds
     world.speeds.catch_up()
     assert not model.caches.is_unmeasured
-
-
-def test_the_thread_catches_up_when_it_rests() -> None:
-    called: list[str] = []
-    turns = Solo(lambda: called.append("caught up"))
-    turns.idle([])
-    assert called == []
-    turns.idle([], rests=True)
-    assert called == ["caught up"]
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    """Wait until it is so, for as long as the busiest machine may take."""
-    end = time.monotonic() + 120
-    while not is_so():
-        if time.monotonic() > end:
-            pytest.fail(f"in 120 seconds it has not come to this: {what}")
-        threading.Event().wait(0.01)
 
 
 def drafts(client: Client, model: Path) -> dict[str, Any]:
@@ -289,23 +273,35 @@ def drafts(client: Client, model: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_second_model_is_served_unmeasured_beside_a_busy_one_and_measured_when_the_server_is_quiet(
+def test_a_second_model_is_served_unmeasured_next_to_a_busy_one_and_measured_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = save_model(tmp_path / "one", "qwen2", seed=2), save_endless(tmp_path / "two")
     measured: list[Any] = []
 
-    def measure(model: Any, arena: Any, *, look: Callable[[], None]) -> CostCurve:
-        look()
+    def measure(model: Any, arena: Any, *, interrupt: Callable[[], None]) -> CostCurve:
+        interrupt()
         measured.append(model)
         return FLAT
 
     monkeypatch.setattr(measuring, "measure_curve", measure)
     monkeypatch.setattr(measuring, "measure_paths", lambda *_, **__: {})
-    monkeypatch.setattr(speeds_module, "QUIET_SECONDS", 0.0)
-    options = ("--pool-bytes", "40MB", "--drafts", "auto", "--measure", "auto", "--store-dir", str(tmp_path / "store"))
+    options = (
+        "--pool-bytes",
+        "40MB",
+        "--drafts",
+        "auto",
+        "--measure",
+        "auto",
+        "--store-dir",
+        str(tmp_path / "store"),
+    )
     question = [{"role": "user", "content": "Once more. " * 12}]
-    with blockpool_server(one, "--allow-models", f"{one},{two}", "--max-models", "2", *options) as client:
+    with blockpool_server(
+        one, "--allow-models", f"{one},{two}", "--max-models", "2", *options
+    ) as client:
+        registry = client.generator.registry
+        registry.config = replace(registry.config, quiet_seconds=0.0)
         client.chat(question, max_tokens=1)
         assert len(measured) == 1
         first = client.generator.model
@@ -315,11 +311,14 @@ def test_a_second_model_is_served_unmeasured_beside_a_busy_one_and_measured_when
         assert drafts(client, two)["off"] == "it is measured later what forwards cost"
         assert len(measured) == 1
         first.num_embedding -= 1
-        until(lambda: drafts(client, two)["off"] is None, "the second model is measured")
+        until(lambda: drafts(client, two)["off"] is None)
         assert len(measured) == 2
         assert drafts(client, two)["curve"] == FLAT.to_json()
         again = client.chat(question, max_tokens=60, model=str(two))
         assert again["choices"][0]["message"] == plain["choices"][0]["message"]
         client.settle()
-        until(lambda: drafts(client, two)["accepted"] > 0, "drafted tokens are accepted and reported")
-    assert sorted(found.model for found in Measurements(tmp_path / "store").load()) == ["one", "two"]
+        until(lambda: drafts(client, two)["accepted"] > 0)
+    assert sorted(found.model for found in Measurements(tmp_path / "store").load()) == [
+        "one",
+        "two",
+    ]

@@ -1,4 +1,6 @@
-"""A reply that takes long does not keep another model out: it is suspended, and goes on as if nothing had been."""
+"""A reply that takes long does not keep another model out: it is suspended, and goes on as if
+nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 import pytest
 from models import save_endless
 
-from server.serving import Client, at_once, blockpool_server
-from server.test_hang_ups import ask, until
+from server.serving import Client, at_once, blockpool_server, until
+from server.test_hang_ups import ask
 
 BODY = {"prompt": "a long reply", "max_tokens": 300}
 
@@ -34,10 +36,20 @@ def expected(models: list[Path]) -> str:
 
 
 def serve(models: list[Path], patience: str) -> Any:
-    return blockpool_server(models[0], "--pool-bytes", "60MB", "--swap-patience", patience, "--allow-models", str(models[1]))
+    return blockpool_server(
+        models[0],
+        "--pool-bytes",
+        "60MB",
+        "--swap-patience",
+        patience,
+        "--allow-models",
+        str(models[1]),
+    )
 
 
-def test_a_long_reply_is_suspended_for_another_model_and_goes_on(models: list[Path], expected: str) -> None:
+def test_a_long_reply_is_suspended_for_another_model_and_goes_on(
+    models: list[Path], expected: str
+) -> None:
     with serve(models, "0s") as client:
         client.generator.registry.queue.drain = 0.05
 
@@ -68,18 +80,24 @@ def test_the_loaded_model_serves_while_another_waits(models: list[Path]) -> None
         until(lambda: not client.generator._live and not len(client.generator.registry.queue))
 
 
-def test_who_waits_too_long_for_a_model_is_told(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_too_long_for_a_model_is_told(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serve(models, "1h") as client:
         running = ask(client, "/v1/completions", {**BODY, "max_tokens": 30_000})
         until(lambda: client.generator._live)
         answers: list[Any] = []
         body = {**BODY, "model": str(models[1])}
-        thread = threading.Thread(target=lambda: answers.append(client.send("/v1/completions", body)))
+        thread = threading.Thread(
+            target=lambda: answers.append(client.send("/v1/completions", body))
+        )
         thread.start()
         line = client.generator.registry.queue
         until(lambda: len(line))
         clock = line.clock
-        monkeypatch.setattr(line, "clock", lambda: clock() + client.generator.registry.config.wait_seconds + 1)
+        monkeypatch.setattr(
+            line, "clock", lambda: clock() + client.generator.registry.config.wait_seconds + 1
+        )
         thread.join()
         running.close()
         until(lambda: not client.generator._live)

@@ -1,4 +1,6 @@
-"""Two servers on one folder under load, one of which is killed: no error, no other token than stock's, nothing torn."""
+"""Two servers on one folder under load, one of which is killed: no error, no other token than
+stock's, nothing torn.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from models import save_model
 
 from mlx_blockpool.cli import main
 from server.processes import needs_proc, process, send, turn, written
-from server.serving import at_once, stock_server
+from server.serving import at_once, cached_tokens, stock_server
 
 AGENTS = 3
 TURNS = 5
@@ -55,7 +57,12 @@ def talks() -> list[list[dict[str, str]]]:
 
 def all_at_once(ports: list[int], talks: list[list[dict[str, str]]]) -> list[dict[str, Any]]:
     """A turn of each agent; the first half of them at the first of two servers."""
-    return at_once([lambda a=a: turn(ports[a * len(ports) // len(talks)], talks[a], a) for a in range(len(talks))])
+    return at_once(
+        [
+            lambda a=a: turn(ports[a * len(ports) // len(talks)], talks[a], a)
+            for a in range(len(talks))
+        ]
+    )
 
 
 def dies(server: Any, talks: list[list[dict[str, str]]], port: int, agent: int) -> None:
@@ -72,7 +79,11 @@ def dies(server: Any, talks: list[list[dict[str, str]]], port: int, agent: int) 
 @pytest.mark.thorough
 @needs_proc
 def test_two_servers_share_a_folder_and_one_is_killed(
-    tmp_path: Path, talks: list[list[dict[str, str]]], name: str, store_bytes: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    talks: list[list[dict[str, str]]],
+    name: str,
+    store_bytes: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model, store = save_model(tmp_path / name, name), tmp_path / "store"
     expected = [list(talk) for talk in talks]
@@ -98,20 +109,27 @@ def test_two_servers_share_a_folder_and_one_is_killed(
             for ending in (restarted, stays):
                 ending.send_signal(signal.SIGTERM)
                 assert ending.wait(timeout=60) == 0
-    assert [talk for talk, stock_talk in zip(talks, expected, strict=True) if talk != stock_talk[: len(talk)]] == []
+    assert [
+        talk
+        for talk, stock_talk in zip(talks, expected, strict=True)
+        if talk != stock_talk[: len(talk)]
+    ] == []
     assert {len(talk) for talk in talks[AGENTS:]} == {1 + 2 * TURNS}
-    assert [(report["problem"], report.get("failed", 0), report.get("quarantined", 0)) for report in reports] == [
-        (None, 0, 0)
-    ] * 2
+    assert [
+        (report["problem"], report.get("failed", 0), report.get("quarantined", 0))
+        for report in reports
+    ] == [(None, 0, 0)] * 2
     if store_bytes > 10**9:
         # Those that were killed go on from what was on disk.
-        assert all(u["prompt_tokens_details"]["cached_tokens"] >= 768 for u in usage)
+        assert all(cached_tokens(u) >= 768 for u in usage)
     else:
-        # A record is larger than what is written between two looks: one of it, one beside the look, and one being replaced.
+        # A record is larger than what is written between two looks: one of it, one beside the look,
+        # and one being replaced.
         assert max(sizes) <= store_bytes + store_bytes // 32 + 3 * BLOCK_BYTES
     status = main(["store", "scrub", "--store-dir", str(store), "--json"])
     scrubbed = json.loads(capsys.readouterr().out)
     assert scrubbed["records"] > 0
     assert scrubbed["bad"] == scrubbed["leftovers"] == scrubbed["foreign"] == []
-    # Of two that make room at the same time, one may take what the other has just built on; age takes the rest.
+    # Of two that make room at the same time, one may take what the other has just built on; age
+    # takes the rest.
     assert status == 0 or (scrubbed["orphans"] and store_bytes != ROOMY)

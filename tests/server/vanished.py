@@ -1,6 +1,8 @@
-"""Two connections whose network goes away, one idle and one with data under way: python -m server.vanished SECONDS.
+"""Two connections whose network goes away, one idle and one with data under way: python -m
+server.vanished SECONDS.
 
-Run in a network namespace of its own. Prints how each ended; one that lasts four times as long is open.
+Run in a network namespace of its own. Prints how each ended; one that lasts four times as long is
+open.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def main(seconds: float) -> None:
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         poll.poll(int(seconds * 4000))
-        print(errno.errorcode.get(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), "open"))
+        print(
+            errno.errorcode.get(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), "open")
+        )
 
 
 if __name__ == "__main__":

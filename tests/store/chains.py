@@ -1,6 +1,8 @@
-"""Paths of records: chains of small ones of one size, and token sequences as a server keeps them, full blocks and a tail.
+"""Paths of records: chains of small ones of one size, and token sequences as a server keeps them,
+full blocks and a tail.
 
-What puts them into a store, asks a store about them, writes them without one, and names agents on them.
+What puts them into a store, asks a store about them, writes them without one, and names agents on
+them.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from store.records import PARTS as BLOCK_PARTS
 from store.records import make_buffers
 from store.stores import NAMESPACE, open_store
 
-from mlx_blockpool.hashing import prefix_hash
 from mlx_blockpool.prefix.trie import Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
-from mlx_blockpool.store.agent_files import Agent, Agents
+from mlx_blockpool.store.agents import Agent, Agents
 from mlx_blockpool.store.fs import write_whole
+from mlx_blockpool.store.hashing import prefix_hash
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, encode, file_size
@@ -33,7 +35,9 @@ def chain(start: int, count: int, namespace: str = NAMESPACE, kind: str = BLOCK)
     for n in range(count):
         parent = records[-1].hash if records else ROOT
         tokens = (start, n)
-        records.append(Record(kind, namespace, prefix_hash(parent, tokens), parent, 2 * n, tokens, PARTS))
+        records.append(
+            Record(kind, namespace, prefix_hash(parent, tokens), parent, 2 * n, tokens, PARTS)
+        )
     return records
 
 
@@ -82,7 +86,7 @@ def file_of(folder: Path, record: Record) -> Path:
     return folder / name_of(record.namespace, record.key)
 
 
-# -- token sequences ---------------------------------------------------------------------------------------------------
+# -- token sequences -------------------------------------------------------------------------------
 
 
 def path_of(tokens: Sequence[int], namespace: str = NAMESPACE) -> list[Record]:
@@ -90,7 +94,18 @@ def path_of(tokens: Sequence[int], namespace: str = NAMESPACE) -> list[Record]:
     parent, found = Trie(namespace).root.hash, []
     for start in range(0, len(tokens), BLOCK_TOKENS):
         edge = tuple(tokens[start : start + BLOCK_TOKENS])
-        found.append(Record(BLOCK, namespace, prefix_hash(parent, edge), parent, start, edge, BLOCK_PARTS, {"kind": "assistant"}))
+        found.append(
+            Record(
+                BLOCK,
+                namespace,
+                prefix_hash(parent, edge),
+                parent,
+                start,
+                edge,
+                BLOCK_PARTS,
+                {"kind": "assistant"},
+            )
+        )
         parent = found[-1].hash
     return found
 
@@ -122,4 +137,4 @@ def place(root: Path, records: Iterable[Record]) -> None:
 
 def note(root: Path, name: str, tokens: Sequence[int], namespace: str = NAMESPACE) -> Agent:
     """An agent whose path are the records of these tokens."""
-    return Agents(root, QuickDisk()).note(name, namespace, "tiny", hashes_of(tokens, namespace), len(tokens))
+    return Agents(root).note(name, namespace, "tiny", hashes_of(tokens, namespace), len(tokens))

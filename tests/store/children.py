@@ -1,4 +1,5 @@
-"""What child processes do to a folder, without mlx: children.py commit|change|note|fill folder, and what the function takes.
+"""What child processes do to a folder, without mlx: children.py commit|note|fill folder, and what
+the function takes.
 
 PROGRAM is the same as the program of a fork that has run IMPORTS.
 """
@@ -15,15 +16,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from store.disks import CountedDisk
 from store.records import NEW, NEW_FILE
 
-from mlx_blockpool.store import agent_files
-from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.config import StoreConfig
+from mlx_blockpool.store.agents import Agents
 from mlx_blockpool.store.fs import Disk, write_whole
 
-IMPORTS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); import store.disks, store.records, runpy"
+IMPORTS = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); import store.disks, "
+    "store.records, runpy"
+)
 PROGRAM = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
-
-OLD_HASHES = [bytes([n]) * 32 for n in range(1, 4)]
-NEW_HASHES = [bytes([n]) * 32 for n in range(5, 9)]
 
 
 class DyingDisk(CountedDisk):
@@ -49,29 +50,19 @@ def commit(folder: Path, k: str, how: str) -> str:
     return " ".join(disk.calls)
 
 
-def change(folder: Path, k: str, action: str) -> str:
-    """Change the agents on a disk that dies. Returns its calls."""
-    disk = DyingDisk(int(k), "exit")
-    act(Agents(folder, disk), action)
-    return " ".join(disk.calls)
-
-
-def act(agents: Agents, action: str) -> None:
-    if action == "note":
-        agents.note("Old", "model", "tiny", NEW_HASHES, 1000)
-    elif action == "pin":
-        agents.pin("Old")
-    else:
-        getattr(agents, action)("Old", "New")
-
-
 def note(folder: Path, first: str, count: str) -> str:
     """Note one agent `count` times."""
     # A process that makes no pause may keep others waiting.
-    agent_files.LOCK_SECONDS = 60
+    StoreConfig.lock_seconds = 60
     agents = Agents(folder)
     for turn in range(int(count)):
-        agents.note("shared", "model", "tiny", [bytes([int(first)]) * 32] * (1 + turn % 3), 256 * (1 + turn % 3))
+        agents.note(
+            "shared",
+            "model",
+            "tiny",
+            [bytes([int(first)]) * 32] * (1 + turn % 3),
+            256 * (1 + turn % 3),
+        )
     return ""
 
 
@@ -96,6 +87,8 @@ def _failure(path: Path, data: bytes) -> tuple[int | None, str] | None:
 
 
 if __name__ == "__main__":
-    said = {"commit": commit, "change": change, "note": note, "fill": fill}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    said = {"commit": commit, "note": note, "fill": fill}[sys.argv[1]](
+        Path(sys.argv[2]), *sys.argv[3:]
+    )
     assert "mlx" not in sys.modules
     print(said)

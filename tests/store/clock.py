@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_blockpool.store import limits, prompt_store
+from mlx_blockpool.store import limits, problems, prompt_store
 
 
 class Clock:
@@ -12,7 +12,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_000_000.0
-        for module in (limits, prompt_store):
+        for module in (limits, problems, prompt_store):
             monkeypatch.setattr(module, "time", self)
 
     def monotonic(self) -> float:

@@ -1,4 +1,6 @@
-"""Ways in which a record file is not what was written, what is left of a folder of them, and what is no file at all."""
+"""Ways in which a record file is not what was written, what is left of a folder of them, and
+what is no file at all.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ COMMIT = ["create", "write", "half", "sync", "close", "rename", "sync_directory"
 
 
 class CountedDisk(Disk):
-    """`at` hears of each call that changes something before it does, of "half" in the middle of a write, of "close" after it."""
+    """`at` hears of each call that changes something before it does, of "half" in the middle of
+    a write, of "close" after it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,11 @@ class StillDisk(Disk):
         return len(self.files[path])
 
     def scan(self, path: Path) -> list[Entry]:
-        return [Entry(p.name, len(data), 0.0, False) for p, data in self.files.items() if p.parent == path]
+        return [
+            Entry(p.name, len(data), 0.0, False)
+            for p, data in self.files.items()
+            if p.parent == path
+        ]
 
 
 class PowerCut(BaseException):
@@ -90,9 +96,11 @@ class PowerCut(BaseException):
 
 
 class VolatileDisk(Disk):
-    """Files and directories in memory, of which a power cut leaves what was synced, and of the rest whatever it likes.
+    """Files and directories in memory, of which a power cut leaves what was synced, and of the rest
+    whatever it likes.
 
-    A file is an index into `contents`, a directory is None. `pending` are changes of names, by directory, not yet synced.
+    A file is an index into `contents`, a directory is None. `pending` are changes of names, by
+    directory, not yet synced.
     """
 
     def __init__(self) -> None:
@@ -137,11 +145,15 @@ class VolatileDisk(Disk):
         self.synced_names = _changed(self.synced_names, done)
 
     def after_power_cut(self) -> Iterator[StillDisk]:
-        """Every disk that may be found: any of the unsynced names, and any of the unsynced bytes, without regard to order."""
+        """Every disk that may be found: any of the unsynced names, and any of the unsynced
+        bytes, without regard to order.
+        """
         every = [range(2)] * len(self.pending)
         for chosen in itertools.product(*every):
             names = _changed(self.synced_names, list(itertools.compress(self.pending, chosen)))
-            reachable = {p: n for p, n in names.items() if n is not None and set(p.parents) <= set(names)}
+            reachable = {
+                p: n for p, n in names.items() if n is not None and set(p.parents) <= set(names)
+            }
             for contents in itertools.product(*(self._remains(n) for n in reachable.values())):
                 yield StillDisk(dict(zip(reachable, contents, strict=True)))
 
@@ -159,7 +171,9 @@ class VolatileDisk(Disk):
         self.pending.append((path, path, file, False))
 
 
-def _changed(names: dict[Path, int | None], changes: list[tuple[Path, Path, int | None, bool]]) -> dict[Path, int | None]:
+def _changed(
+    names: dict[Path, int | None], changes: list[tuple[Path, Path, int | None, bool]]
+) -> dict[Path, int | None]:
     names = dict(names)
     for old, new, file, is_rename in changes:
         if is_rename:
@@ -189,7 +203,9 @@ class QuickDisk(Disk):
 
 
 class WatchedDisk(QuickDisk):
-    """Looks at `root` after every call that can make it larger or smaller; `most`: bytes of records, whole or being written."""
+    """Looks at `root` after every call that can make it larger or smaller; `most`: bytes of
+    records, whole or being written.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -214,7 +230,11 @@ class WatchedDisk(QuickDisk):
         self.look()
 
     def look(self) -> None:
-        files = [path for path in self.root.rglob("*") if path.name.endswith(SUFFIX) or path.name.startswith(TEMPORARY)]
+        files = [
+            path
+            for path in self.root.rglob("*")
+            if path.name.endswith(SUFFIX) or path.name.startswith(TEMPORARY)
+        ]
         self.most = max(self.most, sum(_size(path) for path in files if "blocks" in path.parts))
 
 
@@ -246,7 +266,17 @@ def _breakable(name: str, called: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("create", "write", "sync", "rename", "unlink", "make_one_directory", "scan", "read", "touch", "append"):
+for _name in (
+    "create",
+    "write",
+    "sync",
+    "rename",
+    "unlink",
+    "make_one_directory",
+    "scan",
+    "read",
+    "touch",
+):
     setattr(BrokenDisk, _name, _breakable(_name, _name))
 BrokenDisk.stat = _breakable("stat", "size")  # type: ignore[method-assign]
 BrokenDisk.read_into = _breakable("read_into", "read")  # type: ignore[method-assign]
@@ -271,3 +301,23 @@ class GatedDisk(QuickDisk):
     def read_into(self, path: Path, into: Into, most: int) -> memoryview:
         assert self.reads.wait(20)
         return super().read_into(path, into, most)
+
+
+def sweep(disk: Disk, directory: Path, older_than: float) -> list[Path]:
+    """Remove the leftovers of writes that never ended from a directory. Returns their paths; raises
+    OSError.
+
+    `older_than` is a moment, in seconds since the epoch: a younger file may be a live write of
+    another process.
+    """
+    removed = []
+    for entry in disk.scan(directory):
+        if (
+            entry.name.startswith(TEMPORARY)
+            and not entry.is_directory
+            and entry.modified < older_than
+        ):
+            with suppress(FileNotFoundError):
+                disk.unlink(directory / entry.name)
+                removed.append(directory / entry.name)
+    return removed

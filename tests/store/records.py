@@ -15,12 +15,18 @@ from mlx_blockpool.store.reader import read
 from mlx_blockpool.store.record import Expected, Part, Record, encode
 
 PARENT = hashlib.blake2b(b"parent", digest_size=32).digest()
-PARTS = (Part("layers.0.keys", "F32", (1, 2, 3, 4)), Part("layers.0.values", "BF16", (1, 2, 3, 5)), Part("ring", "U32", (7,)))
+PARTS = (
+    Part("layers.0.keys", "F32", (1, 2, 3, 4)),
+    Part("layers.0.values", "BF16", (1, 2, 3, 5)),
+    Part("ring", "U32", (7,)),
+)
 
 
 def prefix_hash(parent: bytes, tokens: tuple[int, ...]) -> bytes:
     """As prefix.trie.edge_hash, whose room this test does not need."""
-    return hashlib.blake2b(parent + struct.pack(f"{len(tokens)}q", *tokens), digest_size=32).digest()
+    return hashlib.blake2b(
+        parent + struct.pack(f"{len(tokens)}q", *tokens), digest_size=32
+    ).digest()
 
 
 def make_record(
@@ -37,7 +43,10 @@ def make_record(
 def make_buffers(record: Record, first: int = 1) -> list[bytes]:
     """Bytes that count up from part to part, none of them 0."""
     sizes = [part.nbytes for part in record.parts]
-    return [bytes(1 + (first + sum(sizes[:i]) + n) % 255 for n in range(size)) for i, size in enumerate(sizes)]
+    return [
+        bytes(1 + (first + sum(sizes[:i]) + n) % 255 for n in range(size))
+        for i, size in enumerate(sizes)
+    ]
 
 
 def make_file(record: Record, first: int = 1) -> bytes:
@@ -77,7 +86,9 @@ def disk_with(data: bytes, name: str = PATH.name) -> StillDisk:
     return StillDisk({FOLDER / name: data})
 
 
-def assert_bad(message: str, data: bytes = FILE, expected: Expected | None = None, name: str = PATH.name) -> None:
+def assert_bad(
+    message: str, data: bytes = FILE, expected: Expected | None = None, name: str = PATH.name
+) -> None:
     """Neither the whole record nor, as far as it can tell, its header is read."""
     with pytest.raises(BadRecordError, match=message) as raised:
         read(disk_with(data, name), FOLDER / name, expected or expected_of(RECORD))

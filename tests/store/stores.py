@@ -16,9 +16,15 @@ NAMESPACE = "model-of-the-tests"
 
 
 def open_store(
-    folder: Path, disk: Disk | None = None, namespace: str = NAMESPACE, trie_name: str | None = None, **config: Any
+    folder: Path,
+    disk: Disk | None = None,
+    namespace: str = NAMESPACE,
+    trie_name: str | None = None,
+    **config: Any,
 ) -> PromptStore:
-    """A store that keeps nothing free, and looks at what others wrote only if it is told to: budgets are small here."""
+    """A store that keeps nothing free, and looks at what others wrote only if it is told to:
+    budgets are small here.
+    """
     settings = StoreConfig(folder=folder, **{"min_free_bytes": 0, "look_bytes": 1 << 60, **config})
     return PromptStore(settings, namespace, {"model": "none"}, disk or QuickDisk(), trie_name)
 
@@ -33,4 +39,8 @@ def temporaries(folder: Path) -> list[Path]:
 
 
 def quarantined(folder: Path) -> list[Path]:
-    return sorted((folder / "quarantine").glob(f"*{SUFFIX}")) if (folder / "quarantine").exists() else []
+    return (
+        sorted((folder / "quarantine").glob(f"*{SUFFIX}"))
+        if (folder / "quarantine").exists()
+        else []
+    )

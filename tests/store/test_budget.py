@@ -31,7 +31,11 @@ def test_the_disk_never_has_more_than_the_budget(tmp_path: Path, queue_bytes: in
     assert store.close(60)
     assert disk.written > 10 * budget
     assert 15 * SIZE < disk.most <= budget
-    assert store.report()["bytes"] == sum(path.stat().st_size for path in record_files(tmp_path)) <= budget
+    assert (
+        store.report()["bytes"]
+        == sum(path.stat().st_size for path in record_files(tmp_path))
+        <= budget
+    )
 
 
 def test_others_models_are_not_ours_but_count_for_the_budget(tmp_path: Path) -> None:
@@ -101,7 +105,11 @@ def test_a_file_that_cannot_be_removed_still_counts(tmp_path: Path, clock: Clock
     assert store.flush()
     store.poll()
     assert not file_of(tmp_path, records[0]).exists()
-    assert store.report()["bytes"] == sum(path.stat().st_size for path in record_files(tmp_path)) == 3 * SIZE
+    assert (
+        store.report()["bytes"]
+        == sum(path.stat().st_size for path in record_files(tmp_path))
+        == 3 * SIZE
+    )
 
 
 def test_what_was_used_is_younger_after_a_restart(tmp_path: Path) -> None:
@@ -118,7 +126,7 @@ def test_what_was_used_is_younger_after_a_restart(tmp_path: Path) -> None:
     assert again.accept(chain(9, 1)[0]).dropped == [records[1].key]
 
 
-# -- pins --------------------------------------------------------------------------------------------------------------
+# -- pins ------------------------------------------------------------------------------------------
 
 
 def test_what_is_pinned_never_goes(tmp_path: Path) -> None:
@@ -137,7 +145,9 @@ def test_what_is_pinned_never_goes(tmp_path: Path) -> None:
     assert [file_of(tmp_path, record).exists() for record in kept] == [False] * 3
 
 
-def test_a_budget_that_is_full_of_pins_refuses_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_that_is_full_of_pins_refuses_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_store(tmp_path, store_bytes=4 * SIZE)
     store.open()
     kept = chain(1, 4)
@@ -151,7 +161,9 @@ def test_a_budget_that_is_full_of_pins_refuses_and_says_so_once(tmp_path: Path, 
     assert len(record_files(tmp_path)) == 4
 
 
-def test_a_record_that_is_too_large_without_any_pins_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_that_is_too_large_without_any_pins_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_store(tmp_path, store_bytes=SIZE - 1)
     store.open()
     assert put(store, chain(1, 1)[0]) == "over budget"

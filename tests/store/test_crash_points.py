@@ -1,4 +1,6 @@
-"""A commit that dies at each of its calls, and a power cut at each of them: what was there before or the new record, whole."""
+"""A commit that dies at each of its calls, and a power cut at each of them: what was there
+before or the new record, whole.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from pathlib import Path
 import pytest
 from forks import Forks
 from store import children
-from store.disks import COMMIT, CutDisk, PowerCut
+from store.disks import COMMIT, CutDisk, PowerCut, sweep
 from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.fs import Disk, sweep, write_whole
+from mlx_blockpool.store.fs import Disk, write_whole
 
 FOLDER = Path("/models/blocks")
 PATH = FOLDER / NEW.file_name
@@ -93,7 +95,9 @@ def outcome(disk: Disk) -> str:
 
 
 def outcomes(commit: Commit, before: str) -> tuple[set[str], set[str]]:
-    """What may be found after a power cut during the commit, at any of its calls, and after one that follows it."""
+    """What may be found after a power cut during the commit, at any of its calls, and after one
+    that follows it.
+    """
     whole = opened(before)
     commit(whole)
     during: set[str] = set()
@@ -106,7 +110,9 @@ def outcomes(commit: Commit, before: str) -> tuple[set[str], set[str]]:
     return during, set(map(outcome, whole.after_power_cut()))
 
 
-@pytest.mark.parametrize(("before", "found"), [("old", "old"), ("absent", "absent"), ("no folder", "absent")])
+@pytest.mark.parametrize(
+    ("before", "found"), [("old", "old"), ("absent", "absent"), ("no folder", "absent")]
+)
 def test_a_power_cut_leaves_the_old_record_or_the_new(before: str, found: str) -> None:
     assert outcomes(commit_whole, before) == ({found, "new"}, {"new"})
 
@@ -121,5 +127,7 @@ def test_a_power_cut_leaves_the_old_record_or_the_new(before: str, found: str) -
         (("write", "sync", "rename"), {"old", "new"}, {"old", "new"}),
     ],
 )
-def test_the_simulated_power_cut_finds_a_wrong_order(order: tuple[str, ...], during: set[str], after: set[str]) -> None:
+def test_the_simulated_power_cut_finds_a_wrong_order(
+    order: tuple[str, ...], during: set[str], after: set[str]
+) -> None:
     assert outcomes(write_in_order(*order), "old") == (during, after)

@@ -1,4 +1,6 @@
-"""PromptStore on disks that fail: it lets them rest, tries again, and loses nothing that is still there."""
+"""PromptStore on disks that fail: it lets them rest, tries again, and loses nothing that is
+still there.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from store.clock import Clock
 from store.disks import BrokenDisk
 from store.stores import NAMESPACE, open_store, record_files, temporaries
 
-from mlx_blockpool.hashing import prefix_hash
+from mlx_blockpool.store.db import DATABASE_FILE
+from mlx_blockpool.store.hashing import prefix_hash
 from mlx_blockpool.store.record import BLOCK, WINDOW, Part, Record
 
 
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename", "make_one_directory"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_disk_that_fails_is_left_alone_and_tried_again(tmp_path: Path, clock: Clock, call: str, number: int) -> None:
+def test_a_disk_that_fails_is_left_alone_and_tried_again(
+    tmp_path: Path, clock: Clock, call: str, number: int
+) -> None:
     disk = BrokenDisk()
     store = open_store(tmp_path, disk, retry_seconds=30.0)
     store.open()
@@ -66,7 +71,9 @@ def test_a_refusal_does_not_use_up_the_try(tmp_path: Path, clock: Clock) -> None
     store.poll()
     disk.broken.clear()
     clock.now += 31
-    large = Record(BLOCK, NAMESPACE, prefix_hash(ROOT, (5,)), ROOT, 0, (5,), (Part("data", "U8", (5000,)),))
+    large = Record(
+        BLOCK, NAMESPACE, prefix_hash(ROOT, (5,)), ROOT, 0, (5,), (Part("data", "U8", (5000,)),)
+    )
     assert put(store, large) == "over budget"
     put_all(store, chain(1, 1))
 
@@ -99,9 +106,9 @@ def test_a_folder_that_cannot_be_is_a_problem_and_no_error(tmp_path: Path, clock
     (tmp_path / "file").unlink()
     clock.now += 31
     assert settled(store) == []
-    assert store.error_number == errno.ENOTDIR
+    assert store.problems.number == errno.ENOTDIR
     put_all(store, [record])
-    assert (store.problem, store.error_number) == (None, 0)
+    assert (store.problem, store.problems.number) == (None, 0)
     assert store.close()
 
 
@@ -111,7 +118,9 @@ def test_what_was_there_is_found_once_the_disk_can_be_seen(tmp_path: Path, clock
     records = chain(1, 5)
     put_all(first, records)
     first.close()
-    store = open_store(tmp_path, disk := BrokenDisk(scan=OSError(errno.EIO, "asleep")), store_bytes=5 * SIZE)
+    store = open_store(
+        tmp_path, disk := BrokenDisk(scan=OSError(errno.EIO, "asleep")), store_bytes=5 * SIZE
+    )
     assert store.open() == []
     looked = len(disk.calls)
     settled(store)
@@ -136,7 +145,7 @@ def test_a_full_file_system_is_full_before_it_is(tmp_path: Path) -> None:
     assert store.flush()
     assert store.poll() == [record.key]
     assert "free" in (store.problem or "")
-    assert store.error_number == errno.ENOSPC
+    assert store.problems.number == errno.ENOSPC
     assert record_files(tmp_path) == []
 
 
@@ -162,11 +171,13 @@ def test_a_folder_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
     assert all(is_right(store, record) for record in records)
 
 
-# -- what cannot be read at present ------------------------------------------------------------------------------------
+# -- what cannot be read at present ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
-def test_what_cannot_be_read_at_present_stays_and_is_tried_again_later(tmp_path: Path, clock: Clock, number: int) -> None:
+def test_what_cannot_be_read_at_present_stays_and_is_tried_again_later(
+    tmp_path: Path, clock: Clock, number: int
+) -> None:
     disk = BrokenDisk()
     store = open_store(tmp_path, disk)
     store.open()
@@ -204,6 +215,7 @@ def test_a_header_that_cannot_be_read_at_the_start_counts_and_is_replaced(tmp_pa
     first.open()
     put_all(first, records := chain(1, 2))
     first.close()
+    (tmp_path / DATABASE_FILE).unlink()
     store = open_store(tmp_path, disk := BrokenDisk(read=OSError(errno.EIO, "broken sector")))
     assert store.open() == []
     disk.broken.clear()
@@ -224,12 +236,16 @@ def test_what_is_not_what_it_should_be_goes_from_the_disk_too(tmp_path: Path) ->
     assert store.report()["bytes"] == SIZE
 
 
-# -- what lies there after a failure -----------------------------------------------------------------------------------
+# -- what lies there after a failure ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename", "size"])
-def test_a_record_that_could_not_be_replaced_is_still_the_old_one(tmp_path: Path, call: str) -> None:
-    """And the index knows; also where even that cannot be asked for, once the disk is seen again."""
+def test_a_record_that_could_not_be_replaced_is_still_the_old_one(
+    tmp_path: Path, call: str
+) -> None:
+    """And the index knows; also where even that cannot be asked for, once the disk is seen
+    again.
+    """
     disk = BrokenDisk()
     store = open_store(tmp_path, disk, retry_seconds=0.0, look_bytes=1)
     store.open()
@@ -247,7 +263,11 @@ def test_a_record_that_could_not_be_replaced_is_still_the_old_one(tmp_path: Path
     assert is_right(store, record)
     put_all(store, chain(2, 1))
     settled(store)
-    assert store.report()["bytes"] == 2 * SIZE == sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
+    assert (
+        store.report()["bytes"]
+        == 2 * SIZE
+        == sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
+    )
 
 
 def test_a_failure_that_something_newer_follows_does_not_speak_of_it(tmp_path: Path) -> None:
@@ -267,7 +287,9 @@ def test_a_failure_that_something_newer_follows_does_not_speak_of_it(tmp_path: P
     assert (store.counts["failed"], store.counts["written"]) == (1, 1)
 
 
-def test_a_fault_that_is_not_the_disks_fails_one_record_and_the_disk_is_used_on(tmp_path: Path) -> None:
+def test_a_fault_that_is_not_the_disks_fails_one_record_and_the_disk_is_used_on(
+    tmp_path: Path,
+) -> None:
     disk = BrokenDisk()
     store = open_store(tmp_path, disk)
     store.open()
@@ -282,3 +304,33 @@ def test_a_fault_that_is_not_the_disks_fails_one_record_and_the_disk_is_used_on(
     put_all(store, [after])
     assert (store.counts["failed"], store.counts["faults"], store.problem) == (1, 1, None)
     assert store.close()
+
+
+def test_the_log_says_once_that_a_disk_fails_and_repeats_it_after_ten_minutes(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = BrokenDisk()
+    store = open_store(tmp_path, disk, retry_seconds=30.0)
+    store.open()
+
+    def write(chains: int) -> None:
+        for record in chain(chains, 1):
+            assert put(store, record) is None
+        assert store.flush()
+        store.poll()
+        clock.now += 31
+
+    for attempt in range(19):
+        disk.broken["create"] = OSError(errno.EIO, "broken")
+        write(2 * attempt)
+        # It works for a moment, so that there is not one failure but many.
+        disk.broken.clear()
+        write(2 * attempt + 1)
+        assert len(caplog.messages) == 1 + (attempt >= 10), attempt
+    disk.broken["create"] = OSError(errno.EROFS, "read-only now")
+    write(100)
+    assert [message.partition(": '")[0] for message in caplog.messages] == [
+        "prompt store: records: [Errno 5] broken",
+        "prompt store: records: [Errno 5] broken",
+        "prompt store: records: [Errno 30] read-only now",
+    ]

@@ -19,12 +19,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from store import children
 from store.damages import ODD_FILES
-from store.disks import COMMIT, FailingDisk
+from store.disks import COMMIT, FailingDisk, sweep
 from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
 from thorough import tried
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.fs import TEMPORARY, Disk, safe_name, sweep, write_whole
+from mlx_blockpool.store.fs import Disk, safe_name, write_whole
 from mlx_blockpool.store.quarantine import Quarantine
 
 FULL, READ_ONLY, BROKEN = errno.ENOSPC, errno.EROFS, errno.EIO
@@ -78,14 +78,18 @@ def test_buffers_of_any_shape_are_written_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"first" + bytes(range(24)) + b"secondabcd"
 
 
-def test_a_write_goes_on_where_the_system_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_goes_on_where_the_system_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
     write_whole(Disk(), tmp_path / "file", [NEW_FILE, b"end"])
     assert (tmp_path / "file").read_bytes() == NEW_FILE + b"end"
 
 
-def test_a_read_goes_on_where_the_system_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_goes_on_where_the_system_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_bytes(bytes(range(100)))
     read = os.read
     monkeypatch.setattr(os, "read", lambda fd, size: read(fd, min(size, 7)))
@@ -100,7 +104,9 @@ def test_a_giant_size_allocates_no_more_than_there_is(tmp_path: Path) -> None:
     assert Disk().read(tmp_path / "file", 0, 1 << 62) == b"abc"
 
 
-def test_the_medium_is_reached_where_the_system_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_medium_is_reached_where_the_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     answers: list[int | None] = []
 
@@ -123,7 +129,9 @@ def test_the_medium_is_reached_where_the_system_can(tmp_path: Path, monkeypatch:
     assert calls == ["fcntl 51", "fcntl 51", "fsync", "fcntl 51"]
 
 
-@pytest.mark.parametrize(("error", "is_raised"), [(errno.EINVAL, False), (errno.EOPNOTSUPP, False), (BROKEN, True)])
+@pytest.mark.parametrize(
+    ("error", "is_raised"), [(errno.EINVAL, False), (errno.EOPNOTSUPP, False), (BROKEN, True)]
+)
 def test_a_file_system_that_cannot_sync_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, is_raised: bool
 ) -> None:
@@ -163,13 +171,24 @@ def test_an_error_at_any_call_leaves_a_whole_record_and_tells_the_path(
 
 
 def test_a_full_file_system_keeps_what_is_whole(tmp_path: Path) -> None:
-    mounted = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=64k none "$1" && shift && exec "$@"', "sh", str(tmp_path)]
+    mounted = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=64k none "$1" && shift && exec "$@"',
+        "sh",
+        str(tmp_path),
+    ]
     try:
         subprocess.run([*mounted, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no file system can be mounted here: {error}")
     child = subprocess.run(
-        [*mounted, sys.executable, children.__file__, "fill", str(tmp_path)], capture_output=True, text=True, check=False
+        [*mounted, sys.executable, children.__file__, "fill", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert not child.returncode, child.stderr
     first, full, again, whole, files, free = json.loads(child.stdout)
@@ -188,21 +207,13 @@ def test_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
     path = tmp_path / NEW.file_name
     write_whole(Disk(), path, [OLD_FILE])
     with ThreadPoolExecutor(8) as threads:
-        writes = [threads.submit(write_whole, Disk(), path, [data]) for data in [OLD_FILE, NEW_FILE] * 20]
+        writes = [
+            threads.submit(write_whole, Disk(), path, [data]) for data in [OLD_FILE, NEW_FILE] * 20
+        ]
         found = {read_turn(Disk(), path) for _ in range(50)}
     assert [write.exception() for write in writes] == [None] * 40
     assert found <= {"old", "new"}
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_sweep_takes_old_leftovers_and_nothing_else(tmp_path: Path) -> None:
-    names = [f"{TEMPORARY}1-a", f"{TEMPORARY}2-b", "record.safetensors", ".hidden"]
-    for name in names:
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (1000, 1000))
-    os.utime(tmp_path / names[1], (2000, 2000))
-    assert sweep(Disk(), tmp_path, older_than=1500) == [tmp_path / names[0]]
-    assert {p.name for p in tmp_path.iterdir()} == set(names[1:])
 
 
 def test_scan_tells_files_from_directories_and_follows_no_link(tmp_path: Path) -> None:
@@ -212,7 +223,11 @@ def test_scan_tells_files_from_directories_and_follows_no_link(tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     found = {e.name: e for e in Disk().scan(tmp_path)}
     inode = (tmp_path / "file").stat().st_ino
-    assert found["file"] == ("file", 5, 1000.0, False, True, 1000 * 10**9, inode) == Disk().stat(tmp_path / "file")
+    assert (
+        found["file"]
+        == ("file", 5, 1000.0, False, True, 1000 * 10**9, inode)
+        == Disk().stat(tmp_path / "file")
+    )
     assert {name for name, entry in found.items() if entry.is_directory} == {"folder"}
     assert {name for name, entry in found.items() if entry.is_file} == {"file"}
 
@@ -253,7 +268,10 @@ def test_quarantine_keeps_every_file_and_its_reason(tmp_path: Path) -> None:
         assert aside is not None
         assert aside.read_bytes() == b"%d" % n
         assert aside.name.endswith("-bad.safetensors")
-        assert aside.with_name(aside.name + ".txt").read_text() == f"{bad}\nChecksum: got {n}, expected 7.\\udcff\n"
+        assert (
+            aside.with_name(aside.name + ".txt").read_text()
+            == f"{bad}\nChecksum: got {n}, expected 7.\\udcff\n"
+        )
 
 
 def test_quarantine_of_a_file_that_is_gone_is_done(tmp_path: Path) -> None:
@@ -272,9 +290,50 @@ def test_quarantine_moves_the_file_even_without_room_for_the_reason(tmp_path: Pa
 
 
 UGLY = [
-    *("", ".", "..", "../../etc/passwd", "/abs", "a/b", "a\\b", "a\0b", "a\nb", "\x1b[2J", "a:b", "a?*<>|\"'", "-rf", "~"),
-    *("CON", "con", "con.txt", "lpt1", "a.", "a ", ".hidden", ".writing-1", "Claude", "claude", "CLAUDE", "İ", "i", "\ud800"),
-    *("é", "e\u0301", "\ufb01", "fi", "ß", "ss", "x" * 500, "名" * 200, "\u202egnp.exe", "name~0123456789abcdef0123456789abcdef"),
+    *(
+        "",
+        ".",
+        "..",
+        "../../etc/passwd",
+        "/abs",
+        "a/b",
+        "a\\b",
+        "a\0b",
+        "a\nb",
+        "\x1b[2J",
+        "a:b",
+        "a?*<>|\"'",
+        "-rf",
+        "~",
+    ),
+    *(
+        "CON",
+        "con",
+        "con.txt",
+        "lpt1",
+        "a.",
+        "a ",
+        ".hidden",
+        ".writing-1",
+        "Claude",
+        "claude",
+        "CLAUDE",
+        "İ",
+        "i",
+        "\ud800",
+    ),
+    *(
+        "é",
+        "e\u0301",
+        "\ufb01",
+        "fi",
+        "ß",
+        "ss",
+        "x" * 500,
+        "名" * 200,
+        "\u202egnp.exe",
+        "name~0123456789abcdef0123456789abcdef",
+    ),
 ]
 
 
@@ -303,12 +362,19 @@ def test_ugly_texts_make_safe_names_that_differ(tmp_path: Path) -> None:
 
 
 @tried(40, 3000)
-@given(st.text(max_size=12), st.sampled_from(["lower", "upper", "casefold", "strip", "NFC", "NFD", "NFKC", "NFKD", "name"]))
-def test_texts_that_a_file_system_may_take_for_one_have_different_names(text: str, change: str) -> None:
+@given(
+    st.text(max_size=12),
+    st.sampled_from(["lower", "upper", "casefold", "strip", "NFC", "NFD", "NFKC", "NFKD", "name"]),
+)
+def test_texts_that_a_file_system_may_take_for_one_have_different_names(
+    text: str, change: str
+) -> None:
     if change == "name":
         other = safe_name(text)
     else:
-        other = getattr(str, change)(text) if change.islower() else unicodedata.normalize(change, text)  # type: ignore[arg-type]
+        other = (
+            getattr(str, change)(text) if change.islower() else unicodedata.normalize(change, text)
+        )  # type: ignore[arg-type]
     assert (safe_name(text) == safe_name(other)) == (text == other)
 
 

@@ -9,9 +9,11 @@ import pytest
 from store.records import PARENT, make_file, make_record, prefix_hash
 
 from mlx_blockpool.store.fs import TEMPORARY
-from mlx_blockpool.store.fsck import Judged, RecordPlace, judge, orphans, remove, remove_empty, set_aside
+from mlx_blockpool.store.fsck import Judged, RecordPlace, judge, remove, remove_empty, set_aside
+from mlx_blockpool.store.hashing import encode
 from mlx_blockpool.store.record import Record
 from mlx_blockpool.store.scan import Listing
+from mlx_blockpool.tier.agent_records import StoredPaths
 
 LONG_AGO = 1_000_000_000.0
 
@@ -30,7 +32,9 @@ def chain(lengths: list[int], namespace: str = "model") -> list[Record]:
     for length in lengths:
         tokens = tuple(range(start, start + length))
         base = make_record(tokens, namespace=namespace)
-        record = Record(base.kind, namespace, prefix_hash(parent, tokens), parent, start, tokens, base.parts)
+        record = Record(
+            base.kind, namespace, prefix_hash(parent, tokens), parent, start, tokens, base.parts
+        )
         found.append(record)
         parent, start = record.hash, start + length
     return found
@@ -54,13 +58,18 @@ def test_listing_sorts_files_by_what_their_names_say(tmp_path: Path) -> None:
     path = place(tmp_path, make_record())
     (tmp_path / "models/model/model.json").write_text('{"model_id": "small"}')
     (tmp_path / "models/other").mkdir()
-    for name in ("agents/a.json", "quarantine/0123456789abcdef-x.safetensors", "notes.txt", "models/model/blocks/x.txt"):
+    for name in (
+        "store.db",
+        "store.db-wal",
+        "quarantine/0123456789abcdef-x.safetensors",
+        "notes.txt",
+        "models/model/blocks/x.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     listing = Listing(tmp_path)
     assert listing.models == {"model": {"model_id": "small"}, "other": None}
     assert [file.path for file in listing.records] == [path]
-    assert [file.path.name for file in listing.agents] == ["a.json"]
     assert [file.path.name for file in listing.quarantined] == ["0123456789abcdef-x.safetensors"]
     assert sorted(path.name for path in listing.foreign) == ["notes.txt", "x.txt"]
     assert listing.of("other") == []
@@ -73,7 +82,11 @@ def test_old_temporary_files_are_leftovers_and_young_ones_are_live(tmp_path: Pat
         os.utime(folder / f"{TEMPORARY}1-old", (LONG_AGO, LONG_AGO))
         (folder / f"{TEMPORARY}1-young").write_bytes(b"x")
     listing = Listing(tmp_path)
-    assert {file.path.parent for file in listing.leftovers} == {shard, tmp_path, tmp_path / "models/model"}
+    assert {file.path.parent for file in listing.leftovers} == {
+        shard,
+        tmp_path,
+        tmp_path / "models/model",
+    }
     assert {file.path.name for file in listing.leftovers} == {f"{TEMPORARY}1-old"}
     assert listing.foreign == []
 
@@ -98,7 +111,9 @@ def test_a_good_record_is_known_by_its_place(tmp_path: Path) -> None:
     for with_data in (False, True):
         (found,) = judged(tmp_path, with_data)
         assert found.problem is None
-        assert found.header == RecordPlace("block", record.hash, record.parent, 512, 532)
+        assert found.header == RecordPlace(
+            "block", record.hash, record.parent, 512, encode(record.tokens)
+        )
 
 
 def test_a_flipped_bit_in_the_data_is_found_by_its_checksum_only(tmp_path: Path) -> None:
@@ -143,9 +158,9 @@ def test_orphans_are_what_no_chain_of_full_blocks_leads_to(tmp_path: Path) -> No
     records = chain([256, 256, 20, 5])
     paths = [place(tmp_path, record) for record in records]
     # Nothing goes on behind a partial block.
-    assert [file.path for file in orphans(judged(tmp_path))] == [paths[3]]
+    assert [file.path for file in StoredPaths(judged(tmp_path)).orphans] == [paths[3]]
     paths[0].unlink()
-    assert {file.path for file in orphans(judged(tmp_path))} == set(paths[1:])
+    assert {file.path for file in StoredPaths(judged(tmp_path)).orphans} == set(paths[1:])
 
 
 def test_remove_takes_records_and_leaves_what_is_not_the_stores(tmp_path: Path) -> None:

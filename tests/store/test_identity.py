@@ -30,7 +30,9 @@ def model(original: Path, tmp_path: Path) -> Path:
     return shutil.copytree(original, tmp_path / "copy")
 
 
-def change_tensor(folder: Path, change: Callable[[np.ndarray[Any, Any]], None], tensor: str = TENSOR) -> None:
+def change_tensor(
+    folder: Path, change: Callable[[np.ndarray[Any, Any]], None], tensor: str = TENSOR
+) -> None:
     """In its place in the file; nothing else is another."""
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -68,14 +70,21 @@ def test_what_lies_beside_the_weights_does_not_matter(original: Path, model: Pat
     assert identity(original) == identity(model)
 
 
-@pytest.mark.parametrize("key", ["_name_or_path", "architectures", "eos_token_id", "transformers_version", "use_cache"])
+@pytest.mark.parametrize(
+    "key", ["_name_or_path", "architectures", "eos_token_id", "transformers_version", "use_cache"]
+)
 def test_keys_of_the_instance_do_not_matter(original: Path, model: Path, key: str) -> None:
     change_config(model, **{key: "another"})
     assert identity(original) == identity(model)
 
 
-@pytest.mark.parametrize("changes", [{"rope_theta": 5e5}, {"num_hidden_layers": 1}, {"quantization": {"bits": 4}}, {"new": None}])
-def test_another_config_is_another_model(original: Path, model: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"rope_theta": 5e5}, {"num_hidden_layers": 1}, {"quantization": {"bits": 4}}, {"new": None}],
+)
+def test_another_config_is_another_model(
+    original: Path, model: Path, changes: dict[str, Any]
+) -> None:
     change_config(model, **changes)
     assert identity(original) != identity(model)
 
@@ -97,10 +106,14 @@ def test_a_fused_fine_tune_of_one_matrix_is_another_model(original: Path, model:
 
     def change(values: np.ndarray[Any, Any]) -> None:
         rows, columns = values.shape
-        values += 1e-3 * np.outer(rng.normal(size=rows), rng.normal(size=columns)).astype(np.float32)
+        values += 1e-3 * np.outer(rng.normal(size=rows), rng.normal(size=columns)).astype(
+            np.float32
+        )
 
     change_tensor(model, change)
-    assert (model / "model.safetensors").stat().st_size == (original / "model.safetensors").stat().st_size
+    assert (model / "model.safetensors").stat().st_size == (
+        original / "model.safetensors"
+    ).stat().st_size
     assert identity(original) != identity(model)
 
 
@@ -158,7 +171,9 @@ def test_a_config_that_is_none_is_an_error(model: Path, text: str) -> None:
         identity(model)
 
 
-@pytest.mark.parametrize("header", [b"[]", b"{", b'{"a": {}}', b'{"a": {"data_offsets": 3}}', b"\xff\xff", b"null"])
+@pytest.mark.parametrize(
+    "header", [b"[]", b"{", b'{"a": {}}', b'{"a": {"data_offsets": 3}}', b"\xff\xff", b"null"]
+)
 def test_a_header_that_is_none_is_an_error(model: Path, header: bytes) -> None:
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(StoreError, match="safetensors"):

@@ -1,24 +1,27 @@
-"""Digests of whole files: of every byte, read once, and again where anything speaks against what is remembered."""
+"""Digests of whole files: of every byte, read once, and again where anything speaks against what
+is remembered.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
+import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from models import save_model
-from store.disks import BrokenDisk
-from store.stores import temporaries
 
+from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.errors import StoreError
 from mlx_blockpool.store import identity as identity_module
+from mlx_blockpool.store.db import DATABASE_FILE
 from mlx_blockpool.store.identity import Digests, check_unchanged, identity, stamp_of, stamps_of
-from mlx_blockpool.store.scan import Listing
 
 
 @pytest.fixture
@@ -42,8 +45,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if str(path).endswith("safetensors"):
             found.append(Path(str(path)).name)
 
-    monkeypatch.setattr(os, "open", lambda path, *rest, **kw: (note(path), os_open(path, *rest, **kw))[1])
-    monkeypatch.setattr(Path, "open", lambda path, *rest, **kw: (note(path), path_open(path, *rest, **kw))[1])
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest, **kw: (note(path), os_open(path, *rest, **kw))[1]
+    )
+    monkeypatch.setattr(
+        Path, "open", lambda path, *rest, **kw: (note(path), path_open(path, *rest, **kw))[1]
+    )
     return found
 
 
@@ -59,11 +66,15 @@ def no_check(path: Path) -> None:
     return None
 
 
-def test_digests_are_those_of_whole_files_in_the_order_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_are_those_of_whole_files_in_the_order_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(identity_module, "PIECE_BYTES", 1000)
     paths = files_in(tmp_path / "files", [0, 1, 999, 1000, 1001, 5000])
     found = Digests(None)
-    assert found.of(paths, no_check) == [hashlib.sha256(path.read_bytes()).digest() for path in paths]
+    assert found.of(paths, no_check) == [
+        hashlib.sha256(path.read_bytes()).digest() for path in paths
+    ]
     assert found.read_bytes == 8001
 
 
@@ -78,7 +89,9 @@ def test_the_second_time_nothing_is_read(model: Path, tmp_path: Path, opened: li
     assert (opened, second.read_bytes) == ([], 0)
 
 
-def test_a_renamed_folder_keeps_its_name_and_is_not_read_again(model: Path, tmp_path: Path, opened: list[str]) -> None:
+def test_a_renamed_folder_keeps_its_name_and_is_not_read_again(
+    model: Path, tmp_path: Path, opened: list[str]
+) -> None:
     name = identity(model, None, Digests(tmp_path / "store"))
     opened.clear()
     assert identity(model.rename(tmp_path / "renamed"), None, Digests(tmp_path / "store")) == name
@@ -98,7 +111,9 @@ def test_a_touched_file_is_read_again_and_has_the_same_name(model: Path, tmp_pat
     assert again.read_bytes == (model / "model.safetensors").stat().st_size
 
 
-def test_a_byte_that_changes_in_its_place_is_seen_though_size_and_time_are_as_before(model: Path, tmp_path: Path) -> None:
+def test_a_byte_that_changes_in_its_place_is_seen_though_size_and_time_are_as_before(
+    model: Path, tmp_path: Path
+) -> None:
     path = model / "model.safetensors"
     name, before = identity(model, None, Digests(tmp_path / "store")), path.stat()
     with path.open("r+b") as file:
@@ -110,39 +125,32 @@ def test_a_byte_that_changes_in_its_place_is_seen_though_size_and_time_are_as_be
     assert identity(model, None, Digests(tmp_path / "store")) != name
 
 
-def test_a_file_that_has_just_changed_is_not_remembered(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_has_just_changed_is_not_remembered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(identity_module, "SETTLED_SECONDS", 3600.0)
     identity(model, None, Digests(tmp_path / "store"))
     assert not (tmp_path / "store").exists()
 
 
-def lie(text: str) -> Callable[[Path], object]:
-    return lambda path: path.write_text(text)
+def change(statement: str) -> Callable[[Path], object]:
+    def act(path: Path) -> None:
+        with sqlite3.connect(path) as connection:
+            connection.execute(statement)
+        connection.close()
+
+    return act
 
 
-def in_place_of_it(make: Callable[[Path], object]) -> Callable[[Path], object]:
-    return lambda path: (path.unlink(), make(path))
-
-
-HEAD = json.dumps({"format": identity_module.FORMAT})[:-1]
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-3]),
-    "empty": lie(""),
-    "no text": lambda path: path.write_bytes(b"\xff\xfe"),
-    "a list": lie("[]"),
-    "another format": lambda path: path.write_text(path.read_text().replace("weights 1", "weights 2")),
-    "no files": lie(HEAD + "}"),
-    "files of another kind": lie(HEAD + ', "files": {"abc": 1}}'),
-    "numbers as texts": lie(HEAD + ', "files": [["1", 2, 3, 4, 5, "' + "00" * 32 + '"]]}'),
-    "too few numbers": lie(HEAD + ', "files": [[1, 2, "' + "00" * 32 + '"]]}'),
-    "a long digest": lambda path: path.write_text(path.read_text().replace('"]]}', '00"]]}')),
-    "deep": lie("[" * 100_000),
-    "a long number": lie(HEAD + ', "files": [[' + "9" * 10_000 + "]]}"),
-    "too large": lambda path: path.write_bytes(path.read_bytes() + b" " * identity_module.MAX_BYTES),
-    "a link": in_place_of_it(lambda path: path.symlink_to("/dev/zero")),
-    "a pipe": in_place_of_it(lambda path: os.mkfifo(path)),
-    "a folder": in_place_of_it(lambda path: path.mkdir()),
+    "cut": lambda path: os.truncate(path, 5000),
+    "text": lambda path: path.write_text("not a database"),
     "gone": lambda path: path.unlink(),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "no table": change("DROP TABLE weights"),
+    "no digest": change("UPDATE weights SET digest = NULL"),
+    "a long digest": change("UPDATE weights SET digest = zeroblob(33)"),
+    "another stamp": change("UPDATE weights SET stamp = stamp || '0'"),
 }
 
 
@@ -150,25 +158,23 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_what_is_remembered_badly_is_read_again(damage: str, model: Path, tmp_path: Path) -> None:
     root = tmp_path / "store"
     name = identity(model, None, Digests(root))
-    DAMAGES[damage](root / "weights.json")
+    DAMAGES[damage](root / DATABASE_FILE)
     again = Digests(root)
     assert identity(model, None, again) == name
     assert again.read_bytes > 0
-    if damage != "a folder":
-        # And it is as it should be again.
-        last = Digests(root)
-        assert identity(model, None, last) == name
-        assert last.read_bytes == 0
-    assert temporaries(root) == []
+    last = Digests(root)
+    assert identity(model, None, last) == name
+    assert last.read_bytes == 0
 
 
-def test_a_disk_that_writes_nothing_costs_the_memory_alone(model: Path, tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    assert identity(model, None, Digests(root, BrokenDisk(create=OSError("full")))) == identity(model)
-    assert not (root / "weights.json").exists()
+def test_a_folder_that_cannot_be_made_costs_the_memory_alone(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert identity(model, None, Digests(tmp_path / "file")) == identity(model)
 
 
-def test_the_files_hashed_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: None) -> None:
+def test_the_files_hashed_last_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: None
+) -> None:
     monkeypatch.setattr(identity_module, "MOST_FILES", 3)
     paths = files_in(tmp_path / "files", [10] * 4)
     for path in paths:
@@ -180,14 +186,9 @@ def test_the_files_hashed_last_are_remembered(tmp_path: Path, monkeypatch: pytes
     assert again.read_bytes == 10
 
 
-def test_what_is_remembered_is_for_its_owner_and_belongs_to_the_store(model: Path, tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    identity(model, None, Digests(root))
-    assert (root / "weights.json").stat().st_mode & 0o777 == 0o600
-    assert Listing(root).foreign == []
-
-
-def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_has_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(identity_module, "PIECE_BYTES", 100)
     (path,) = files_in(tmp_path / "files", [1000])
 
@@ -205,7 +206,9 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path: Path, monk
         Slow(None).of([path], no_check)
 
 
-def test_stopped_digests_end_before_the_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_digests_end_before_the_file_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(identity_module, "PIECE_BYTES", 100)
     found = Digests(None)
     found.stop()
@@ -214,6 +217,42 @@ def test_stopped_digests_end_before_the_file_does(tmp_path: Path, monkeypatch: p
     assert found.read_bytes <= 2 * 100
     names = {thread.name for thread in threading.enumerate()}
     assert "hash" not in names
+
+
+def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    (path,) = files_in(tmp_path / "files", [1000])
+    script = f"""
+import threading
+from pathlib import Path
+from mlx_blockpool.store import identity
+
+begun = threading.Event()
+def hangs(path):
+    begun.set()
+    threading.Event().wait()
+identity.open_regular = hangs
+wanted = [[Path({str(path)!r})], lambda path: None]
+reader = threading.Thread(target=identity.Digests(None).of, args=wanted, daemon=True)
+reader.start()
+begun.wait()
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_an_error_in_a_thread_is_raised_and_the_other_files_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoreConfig, "hash_threads", 1)
+    asked = list[str]()
+
+    def refuses(path: Path) -> None:
+        asked.append(path.name)
+        raise OSError("bad sector")
+
+    monkeypatch.setattr(identity_module, "open_regular", refuses)
+    with pytest.raises(OSError, match="bad sector"):
+        Digests(None).of(files_in(tmp_path / "files", [10, 30, 20]), no_check)
+    assert asked == ["file 1"]
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
@@ -230,7 +269,9 @@ def test_a_link_is_the_file_that_it_leads_to(model: Path, tmp_path: Path) -> Non
     assert identity(linked) == identity(model)
 
 
-def test_weights_that_were_replaced_after_they_were_loaded_are_found_out(model: Path, tmp_path: Path) -> None:
+def test_weights_that_were_replaced_after_they_were_loaded_are_found_out(
+    model: Path, tmp_path: Path
+) -> None:
     stamps = stamps_of(model)
     check_unchanged(model, None, stamps)
     copy = tmp_path / "copy"

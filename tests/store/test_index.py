@@ -64,22 +64,14 @@ def test_what_is_kept_for_a_time_is_as_good_as_pinned_until_it_is_not() -> None:
     assert (index.pinned_bytes, index.room_for(10)) == (10, ["b"])
 
 
-def test_one_models_files_make_room_for_its_own() -> None:
-    index = Index(100, "m/", 40)
+def test_the_files_of_one_model_are_counted_among_all() -> None:
+    index = Index(100, "m/")
     for name, size in {"other/a": 30, "m/a": 10, "m/b": 20, "other/b": 10}.items():
         index.add(name, size)
     assert (index.nbytes, index.own_bytes) == (70, 30)
-    assert index.room_for(10) == []
-    assert index.room_for(11) == ["m/a"]
-    assert index.room_for(11, {"m/a"}) == ["m/b"]
-    assert index.room_for(41) is None, "however much room the others leave"
-    index.add("other/c", 30)
-    assert index.room_for(20) == ["m/a", "other/a"], "and then the least recently used, for the limit of all"
-    index.own_limit = 15
-    assert index.surplus() == ["m/a", "m/b"]
+    assert index.room_for(31) == ["other/a"], "the least recently used, of whatever model"
     index.remove("m/b")
-    assert (index.surplus(), index.own_bytes) == ([], 10)
-    assert index.report()["store_model_bytes"] == 15
+    assert (index.own_bytes, index.report()["model_bytes"]) == (10, 10)
 
 
 def test_what_was_touched_is_told_once_in_the_order_of_use() -> None:
@@ -121,7 +113,15 @@ def test_arranged_files_take_each_others_places() -> None:
     assert (index.nbytes, index.size("b"), index.size("c")) == (15, 3, 5)
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9), st.sampled_from(["add", "remove", "back", "touch"]))))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"),
+            st.integers(0, 9),
+            st.sampled_from(["add", "remove", "back", "touch"]),
+        )
+    )
+)
 def test_the_sum_is_the_sum(steps: list[tuple[str, int, str]]) -> None:
     index = Index(100)
     for name, size, what in steps:

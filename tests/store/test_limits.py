@@ -1,4 +1,7 @@
-"""FolderWatcher: when to scan again, and what is not believed of a scan. WriteLimits: what may be written at present."""
+"""FolderWatcher: when to scan again, and what is not believed of a scan.
+
+WriteLimits: what may be written at present.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def test_a_look_is_due_after_so_much_was_written(watch: FolderWatcher) -> None:
     assert is_due(watch)
 
 
-def test_or_after_so_long_if_there_is_anything_to_tell_or_to_lose(watch: FolderWatcher, clock: Clock) -> None:
+def test_or_after_so_long_if_there_is_anything_to_tell_or_to_lose(
+    watch: FolderWatcher, clock: Clock
+) -> None:
     clock.now += 61
     assert not is_due(watch)
     assert is_due(watch, has_news=True)
@@ -77,7 +82,7 @@ def test_what_changed_hands_after_the_look_is_not_believed(watch: FolderWatcher)
     assert watch.current(seen) == FolderChanges([ChangedFile("a", 1, True)], ["d"])
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------------
 
 
 def test_what_was_refused_is_refused_until_it_would_be_taken(clock: Clock) -> None:
@@ -98,5 +103,5 @@ def test_a_disk_that_failed_refuses_before_anything_is_made(clock: Clock) -> Non
     assert limits.still(queue_takes=True) is None
     limits.charge(1)
     assert limits.refusal(1, queue_takes=True) == "disk failed", "one record tries"
-    limits.failure = None
+    limits.resume()
     assert limits.refusal(1, queue_takes=True) is None

@@ -1,4 +1,6 @@
-"""Thousands of damaged files, and whole folders of them: each is told, none is read wrong, and nothing hangs."""
+"""Thousands of damaged files, and whole folders of them: each is told, none is read wrong, and
+nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import random
 import stat
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,13 +21,16 @@ from thorough import seeds
 
 from mlx_blockpool.commands import store as store_command
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.agent_files import Agents
-from mlx_blockpool.store.agent_records import AgentRecords
+from mlx_blockpool.store.agents import Agents
 from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.reader import read, read_header
 from mlx_blockpool.store.record import SUFFIX, Part, header_size
+from mlx_blockpool.tier.agent_records import AgentRecords
 
-PARTS = (Part("layers.0.keys", "BF16", (1, 2, 9, 16)), Part("layers.0.values", "BF16", (1, 2, 9, 16)))
+PARTS = (
+    Part("layers.0.keys", "BF16", (1, 2, 9, 16)),
+    Part("layers.0.values", "BF16", (1, 2, 9, 16)),
+)
 RECORD = make_record(parts=PARTS, bits="16")
 FILE = make_file(RECORD)
 HEADER = header_size(FILE)
@@ -85,7 +91,9 @@ def move_bytes(rng: random.Random, data: bytearray) -> None:
 
 
 def grow_header(rng: random.Random, data: bytearray) -> None:
-    data[:8] = struct.pack("<Q", rng.choice((rng.randrange(1 << 64), HEADER - 8 + rng.randrange(1, 64), 1 << 20, 0)))
+    data[:8] = struct.pack(
+        "<Q", rng.choice((rng.randrange(1 << 64), HEADER - 8 + rng.randrange(1, 64), 1 << 20, 0))
+    )
 
 
 def double_part(rng: random.Random, data: bytearray) -> None:
@@ -96,7 +104,15 @@ def double_part(rng: random.Random, data: bytearray) -> None:
 
 
 def change_word(rng: random.Random, data: bytearray) -> None:
-    old, new = rng.choice(((b"model", b"modem"), (b"BF16", b"I16"), (b"100 101", b"100 102"), (b"512", b"768"), (b"16", b"61")))
+    old, new = rng.choice(
+        (
+            (b"model", b"modem"),
+            (b"BF16", b"I16"),
+            (b"100 101", b"100 102"),
+            (b"512", b"768"),
+            (b"16", b"61"),
+        )
+    )
     data[:] = data.replace(old, new, 1)
 
 
@@ -105,9 +121,21 @@ def empty(rng: random.Random, data: bytearray) -> None:
 
 
 MUTATIONS: list[Callable[[random.Random, bytearray], None]] = [
-    flip_header, flip_data, truncate, extend, fill_with_zeros, fill_with_noise, swap_files, swap_data, swap_parts, move_bytes,
-    grow_header, double_part, change_word, empty,
-]  # fmt: skip
+    flip_header,
+    flip_data,
+    truncate,
+    extend,
+    fill_with_zeros,
+    fill_with_noise,
+    swap_files,
+    swap_data,
+    swap_parts,
+    move_bytes,
+    grow_header,
+    double_part,
+    change_word,
+    empty,
+]
 
 
 def is_read(disk: Disk, path: Path) -> bool:
@@ -136,7 +164,9 @@ def test_no_damaged_file_is_read(tmp_path: Path, seed: int) -> None:
         data = bytearray(FILE)
         mutation(rng, data)
         path.write_bytes(data)
-        assert is_read(Disk(), path) == (data == FILE), f"{mutation.__name__} of seed {seed}, turn {n}"
+        assert is_read(Disk(), path) == (data == FILE), (
+            f"{mutation.__name__} of seed {seed}, turn {n}"
+        )
         damaged[mutation] += data != FILE
     assert min(damaged.values()) > 10
 
@@ -173,19 +203,25 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path) -> None:
     assert not is_read(ShrinkingDisk(), path)
 
 
-# -- a whole folder ----------------------------------------------------------------------------------------------------
+# -- a whole folder --------------------------------------------------------------------------------
 
 PATHS = [tuple(range(1000 * n, 1000 * n + 300 + 40 * n)) for n in range(5)]
 
 
 def anything(root: Path, rng: random.Random) -> Path:
-    """A file of any kind in a store's folder: records, notes of headers and agents, models, and what was bad before."""
+    """A file of any kind in a store's folder: records, notes of headers and agents, models, and
+    what was bad before.
+    """
     files = [
-        path for path in sorted(root.rglob("*")) if stat.S_ISREG((found := path.lstat()).st_mode) and found.st_size < 1 << 20
+        path
+        for path in sorted(root.rglob("*"))
+        if stat.S_ISREG((found := path.lstat()).st_mode) and found.st_size < 1 << 20
     ]
     kinds = sorted({(path.suffix, path.parent.name == "quarantine") for path in files})
     kind = rng.choice(kinds)
-    return rng.choice([path for path in files if (path.suffix, path.parent.name == "quarantine") == kind])
+    return rng.choice(
+        [path for path in files if (path.suffix, path.parent.name == "quarantine") == kind]
+    )
 
 
 def damage(root: Path, rng: random.Random) -> None:
@@ -194,14 +230,31 @@ def damage(root: Path, rng: random.Random) -> None:
     how = rng.choice(("bytes", "bytes", "odd", "sparse", "gone", "beside", "copy"))
     if how == "bytes":
         data = bytearray(path.read_bytes() or b"-")
-        rng.choice((flip_data_anywhere, truncate, extend, fill_with_zeros, fill_with_noise, move_bytes, empty))(rng, data)
+        rng.choice(
+            (
+                flip_data_anywhere,
+                truncate,
+                extend,
+                fill_with_zeros,
+                fill_with_noise,
+                move_bytes,
+                empty,
+            )
+        )(rng, data)
         path.write_bytes(data)
     elif how == "copy":
         path.write_bytes(anything(root, rng).read_bytes())
     else:
         if how == "beside":
             path = path.with_name(
-                rng.choice((f"{rng.randbytes(32).hex()}.safetensors", f"{TEMPORARY}1-a", "notes.txt", "x.json"))
+                rng.choice(
+                    (
+                        f"{rng.randbytes(32).hex()}.safetensors",
+                        f"{TEMPORARY}1-a",
+                        "notes.txt",
+                        "x.json",
+                    )
+                )
             )
         path.unlink(missing_ok=True)
         if how == "sparse":
@@ -215,7 +268,10 @@ def flip_data_anywhere(rng: random.Random, data: bytearray) -> None:
 
 
 def served(root: Path) -> int:
-    """What a server finds is what was written, whatever it finds; it writes the rest anew. Returns how much it found."""
+    """What a server finds is what was written, whatever it finds; it writes the rest anew.
+
+    Returns how much it found.
+    """
     store = open_store(root)
     hits = len(store.open())
     for record in (record for tokens in PATHS for record in path_of(tokens)):
@@ -234,7 +290,9 @@ def served(root: Path) -> int:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", seeds(2, 10))
-def test_twenty_damages_of_a_folder_cost_what_was_damaged_and_nothing_hangs(tmp_path: Path, seed: int) -> None:
+def test_twenty_damages_of_a_folder_cost_what_was_damaged_and_nothing_hangs(
+    tmp_path: Path, seed: int
+) -> None:
     rng = random.Random(seed)
     keep(tmp_path, *PATHS)
     for number, tokens in enumerate(PATHS):
@@ -245,6 +303,9 @@ def test_twenty_damages_of_a_folder_cost_what_was_damaged_and_nothing_hangs(tmp_
         damage(tmp_path, rng)
         if turn % 4 == 3:
             assert served(tmp_path) <= total
+        with suppress(OSError):
+            # The first one to find a damaged database sets it aside.
+            Agents(tmp_path).all()
         for agent in Agents(tmp_path).all():
             number = int(agent.name.removeprefix("agent "))
             assert agent.hashes == tuple(record.hash for record in path_of(PATHS[number]))
@@ -253,11 +314,15 @@ def test_twenty_damages_of_a_folder_cost_what_was_damaged_and_nothing_hangs(tmp_
         store_command.check(tmp_path, with_data=turn % 2 == 1)
     assert store_command.check(tmp_path, with_data=True, fix=True)["failed"] == []
     report = store_command.check(tmp_path, with_data=True)
-    assert (report["bad"], report["bad_agents"], report["orphans"], report["leftovers"]) == ([], [], [], [])
+    assert (report["bad"], report["orphans"], report["leftovers"]) == ([], [], [])
     served(tmp_path)
     again = open_store(tmp_path)
     # A directory under the name of one record is in its way, and in nobody else's.
-    ways = [path for path in tmp_path.glob(f"models/*/*/*/*{SUFFIX}") if path.is_dir() and not path.is_symlink()]
+    ways = [
+        path
+        for path in tmp_path.glob(f"models/*/*/*/*{SUFFIX}")
+        if path.is_dir() and not path.is_symlink()
+    ]
     assert len(again.open()) >= total - len(ways)
     assert again.problem is None
     assert again.close()

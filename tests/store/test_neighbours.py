@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store.chains import PARTS, SIZE, chain, data_of, expected_of, file_of, is_right, put, put_all, settled
+from store.chains import (
+    PARTS,
+    SIZE,
+    chain,
+    data_of,
+    expected_of,
+    file_of,
+    is_right,
+    put,
+    put_all,
+    settled,
+)
 from store.clock import Clock
 from store.disks import BrokenDisk, QuickDisk
 from store.records import make_buffers
@@ -57,7 +68,7 @@ def test_what_another_one_drops_is_a_miss(tmp_path: Path) -> None:
     put_all(one, [records[1]])
 
 
-# -- what others do while we run ---------------------------------------------------------------------------------------
+# -- what others do while we run -------------------------------------------------------------------
 
 
 def pair(folder: Path, **config: Any) -> tuple[PromptStore, PromptStore]:
@@ -87,7 +98,10 @@ def test_new_records_of_another_are_learned_and_counted(tmp_path: Path) -> None:
 
 
 def test_records_of_another_model_are_counted_and_not_read(tmp_path: Path) -> None:
-    other, store = open_store(tmp_path, namespace="other"), open_store(tmp_path, disk := BrokenDisk())
+    other, store = (
+        open_store(tmp_path, namespace="other"),
+        open_store(tmp_path, disk := BrokenDisk()),
+    )
     other.open()
     store.open()
     put_all(other, chain(1, 3, "other"))
@@ -149,11 +163,13 @@ def test_an_idle_store_does_not_look(tmp_path: Path, clock: Clock) -> None:
     assert disk.calls == []
 
 
-# -- the budget of all together ----------------------------------------------------------------------------------------
+# -- the budget of all together --------------------------------------------------------------------
 
 
 class TalliedDisk(QuickDisk):
-    """Adds up the records of all stores that use it, whole or being written; `most` bytes at any time."""
+    """Adds up the records of all stores that use it, whole or being written; `most` bytes at any
+    time.
+    """
 
     def __init__(self) -> None:
         self.sizes: dict[Path, int] = {}
@@ -180,7 +196,9 @@ def test_two_that_churn_exceed_the_budget_by_no_more_than_what_one_writes_betwee
 ) -> None:
     budget = 64 * SIZE
     disk = TalliedDisk()
-    stores = [open_store(tmp_path, disk, store_bytes=budget, look_bytes=look_bytes) for _ in range(2)]
+    stores = [
+        open_store(tmp_path, disk, store_bytes=budget, look_bytes=look_bytes) for _ in range(2)
+    ]
     for store in stores:
         store.open()
     rng = random.Random(look_bytes)
@@ -200,7 +218,11 @@ def test_two_that_churn_exceed_the_budget_by_no_more_than_what_one_writes_betwee
         look(store)
         look(store)
     for store in stores:
-        assert store.report()["bytes"] == sum(path.stat().st_size for path in record_files(tmp_path)) <= budget
+        assert (
+            store.report()["bytes"]
+            == sum(path.stat().st_size for path in record_files(tmp_path))
+            <= budget
+        )
         assert store.close()
         assert (store.problem, store.counts["failed"], store.counts["quarantined"]) == (None, 0, 0)
 
@@ -233,7 +255,9 @@ assert store.close() and store.problem is None and not store.counts["failed"], s
 def test_two_processes_churn_in_one_folder(tmp_path: Path) -> None:
     tests = str(Path(__file__).parent.parent)
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, tests, str(tmp_path), str(30 * SIZE)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", CHILD, tests, str(tmp_path), str(30 * SIZE)],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     store = open_store(tmp_path, store_bytes=30 * SIZE)
     store.open()

@@ -1,4 +1,6 @@
-"""Pipes, devices, links and files without an end, in every place of a store's folder: nothing waits, nothing is read wrong."""
+"""Pipes, devices, links and files without an end, in every place of a store's folder: nothing
+waits, nothing is read wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store.chains import chain, data_of, file_of, is_right, keep, note, path_of, put, put_all, settled
+from store.chains import (
+    chain,
+    data_of,
+    file_of,
+    is_right,
+    keep,
+    note,
+    path_of,
+    put,
+    put_all,
+    settled,
+)
 from store.damages import ODD_FILES, make_sparse
 from store.records import make_file, prefix_hash
 from store.stores import NAMESPACE, open_store
 
 from mlx_blockpool.commands import store as store_command
-from mlx_blockpool.errors import BadRecordError, StoreError
-from mlx_blockpool.store.agent_files import Agents
-from mlx_blockpool.store.agent_records import AgentRecords
+from mlx_blockpool.errors import BadRecordError
+from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.db import DATABASE_FILE
 from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.paths import MODEL_FILE, folder_of
 from mlx_blockpool.store.reader import check
 from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, file_size
+from mlx_blockpool.tier.agent_records import AgentRecords
 
 ALL = {**ODD_FILES, "sparse file": make_sparse}
 pytestmark = pytest.mark.timeout(120)
@@ -36,7 +50,9 @@ def make(request: pytest.FixtureRequest) -> Callable[[Path], None]:
     return replace
 
 
-def test_a_store_opens_beside_them_and_writes_on(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_store_opens_beside_them_and_writes_on(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     store = open_store(tmp_path)
     store.open()
     put_all(store, records := chain(1, 4))
@@ -57,7 +73,9 @@ def test_a_store_opens_beside_them_and_writes_on(tmp_path: Path, make: Callable[
     assert store.close()
 
 
-def test_one_that_takes_the_place_of_a_known_record_is_a_miss(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_one_that_takes_the_place_of_a_known_record_is_a_miss(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     store = open_store(tmp_path)
     store.open()
     put_all(store, records := chain(1, 2))
@@ -72,7 +90,9 @@ def test_one_that_takes_the_place_of_a_known_record_is_a_miss(tmp_path: Path, ma
     assert store.close()
 
 
-def test_one_that_takes_the_place_of_a_record_is_gone_at_the_next_look(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_one_that_takes_the_place_of_a_record_is_gone_at_the_next_look(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     store = open_store(tmp_path, look_bytes=1)
     store.open()
     put_all(store, records := chain(1, 2))
@@ -85,38 +105,30 @@ def test_one_that_takes_the_place_of_a_record_is_gone_at_the_next_look(tmp_path:
 
 def test_commands_see_them_and_go_on(tmp_path: Path, make: Callable[[Path], None]) -> None:
     keep(tmp_path, range(600), range(1000, 1100))
-    for name in ("whole", "odd"):
-        note(tmp_path, name, range(600))
+    note(tmp_path, "agent", range(600))
     records = path_of(range(1000, 1100))
     make(file_of(tmp_path, records[0]))
     make(tmp_path / folder_of(NAMESPACE) / MODEL_FILE)
-    make(tmp_path / "agents/odd.json")
     make(tmp_path / "quarantine")
-    assert [agent["name"] for agent in AgentRecords(tmp_path).listing()["agents"]] == ["whole"]
+    assert [agent["name"] for agent in AgentRecords(tmp_path).listing()["agents"]] == ["agent"]
     assert store_command.stats(tmp_path)["total"]["records"] in (3, 4)
     for with_data in (False, True):
         report = store_command.check(tmp_path, with_data)
         assert report["records"] - len(report["bad"]) == 3
-    assert Agents(tmp_path).get("odd") is None
-    with pytest.raises(StoreError, match=r"odd\.json: (It is a [a-z ]+, not a regular file|This is not the file of an agent: )"):
-        AgentRecords(tmp_path).change("pin", "odd")
-    with pytest.raises(StoreError, match="Choose another name"):
-        AgentRecords(tmp_path).change("fork", "whole", "odd")
 
 
-def test_turns_are_noted_beside_them(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    note(tmp_path, "agent", range(300))
-    path = tmp_path / "agents/agent.json"
-    make(path)
-    if path.is_dir() and not path.is_symlink():
-        with pytest.raises(OSError, match="directory"):
-            note(tmp_path, "agent", range(300))
-    else:
-        assert note(tmp_path, "agent", range(300)) == Agents(tmp_path).get("agent")
-    assert note(tmp_path, "other", range(300)) == Agents(tmp_path).get("other")
+def test_turns_are_noted_after_one_was_in_the_place_of_the_database(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / DATABASE_FILE)
+    with pytest.raises(OSError, match=DATABASE_FILE):
+        note(tmp_path, "agent", range(300))
+    assert note(tmp_path, "agent", range(300)) == Agents(tmp_path).get("agent")
 
 
-def test_a_record_is_checked_to_its_last_byte_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_checked_to_its_last_byte_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mlx_blockpool.store.reader.PIECE_BYTES", 300)
     (record,) = chain(1, 1)
     path = file_of(tmp_path, record)

@@ -34,7 +34,11 @@ def test_records_are_found_after_a_restart_and_are_what_was_put(tmp_path: Path) 
         assert record.key in again
         assert data_of(again, record) == b"".join(make_buffers(record))
     assert again.counts == {"read": 5, "read_bytes": 5000}
-    assert again.report()["bytes"] == sum(path.stat().st_size for path in record_files(tmp_path)) == 5 * SIZE
+    assert (
+        again.report()["bytes"]
+        == sum(path.stat().st_size for path in record_files(tmp_path))
+        == 5 * SIZE
+    )
 
 
 def test_files_and_folders_are_their_owners_alone(tmp_path: Path) -> None:
@@ -64,7 +68,9 @@ def test_a_record_is_refused_before_its_bytes_are_made(tmp_path: Path) -> None:
 
 
 def test_a_record_that_is_not_written_yet_can_be_read(tmp_path: Path) -> None:
-    disk = BrokenDisk(read=OSError(errno.EIO, "not from the disk"), create=OSError(errno.EIO, "not yet"))
+    disk = BrokenDisk(
+        read=OSError(errno.EIO, "not from the disk"), create=OSError(errno.EIO, "not yet")
+    )
     store = open_store(tmp_path, disk)
     with store._writer._changed:
         record = chain(1, 1)[0]
@@ -102,7 +108,12 @@ def test_so_much_a_day_and_what_was_refused_does_not_count(tmp_path: Path, clock
     store = open_store(tmp_path, daily_bytes=3 * SIZE, store_bytes=10 * SIZE, queue_bytes=SIZE)
     store.open()
     with store._writer._changed:
-        assert [put(store, r) for r in chain(1, 4)] == [None, "queue full", "queue full", "queue full"]
+        assert [put(store, r) for r in chain(1, 4)] == [
+            None,
+            "queue full",
+            "queue full",
+            "queue full",
+        ]
     assert store.flush()
     for record in chain(1, 3)[1:]:
         put_all(store, [record])
@@ -112,7 +123,9 @@ def test_so_much_a_day_and_what_was_refused_does_not_count(tmp_path: Path, clock
     put_all(store, [chain(1, 4)[3]])
 
 
-def test_whether_a_record_would_be_taken_is_known_before_it_is_made(tmp_path: Path, clock: Clock) -> None:
+def test_whether_a_record_would_be_taken_is_known_before_it_is_made(
+    tmp_path: Path, clock: Clock
+) -> None:
     store = open_store(tmp_path, queue_bytes=2 * SIZE, daily_bytes=3 * SIZE)
     store.open()
     one, two, three, four = chain(1, 4)
@@ -133,7 +146,7 @@ def test_whether_a_record_would_be_taken_is_known_before_it_is_made(tmp_path: Pa
     put_all(store, [four])
 
 
-# -- damaged -----------------------------------------------------------------------------------------------------------
+# -- damaged ---------------------------------------------------------------------------------------
 
 
 def damages() -> dict[str, Callable[[Path, Path], Any]]:

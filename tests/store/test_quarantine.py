@@ -1,4 +1,6 @@
-"""Quarantine: a bound in bytes and in files, the oldest go with their reasons, and the budget counts it."""
+"""Quarantine: a bound in bytes and in files, the oldest go with their reasons, and the budget
+counts it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from store.disks import QuickDisk
 from store.stores import open_store, quarantined, record_files
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store import quarantine as quarantine_module
+from mlx_blockpool.store.db import DATABASE_FILES
 from mlx_blockpool.store.fs import Disk
-from mlx_blockpool.store.paths import OF_A_MODEL
+from mlx_blockpool.store.paths import MODEL_FILE
 from mlx_blockpool.store.quarantine import Quarantine
 
 
@@ -55,9 +57,8 @@ def test_what_is_too_large_by_itself_takes_no_place_of_others(tmp_path: Path) ->
     assert names(held) == ["small", "small.txt"]
 
 
-def test_very_many_small_ones_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine_module, "MOST_FILES", 3)
-    held = Quarantine(Clocked(), tmp_path, 10**9)
+def test_very_many_small_ones_go_too(tmp_path: Path) -> None:
+    held = Quarantine(Clocked(), tmp_path, 10**9, 3)
     for number in range(5):
         set_aside(tmp_path, held, f"file-{number}", 0)
     assert names(held) == [f"file-{number}{end}" for number in (2, 3, 4) for end in ("", ".txt")]
@@ -69,7 +70,10 @@ def test_what_nobody_put_there_stays(tmp_path: Path) -> None:
     (held.folder / "notes").write_text("somebody's")
     (held.folder / f"{'0' * 16}-folder").mkdir()
     set_aside(tmp_path, held, "file", 10)
-    assert (held.nbytes, {path.name for path in held.folder.iterdir()}) == (0, {"notes", f"{'0' * 16}-folder"})
+    assert (held.nbytes, {path.name for path in held.folder.iterdir()}) == (
+        0,
+        {"notes", f"{'0' * 16}-folder"},
+    )
 
 
 @pytest.mark.parametrize("kind", ODD_FILES)
@@ -98,14 +102,22 @@ def test_records_and_quarantine_are_in_the_budget_together(tmp_path: Path) -> No
         if number % 2:
             bad = record_files(tmp_path)[0]
             bad.write_bytes(bad.read_bytes()[:-1] + b"\xff")
-            (record,) = (r for n in range(number + 1) for r in chain(n, 2) if file_of(tmp_path, r) == bad)
+            (record,) = (
+                r for n in range(number + 1) for r in chain(n, 2) if file_of(tmp_path, r) == bad
+            )
             with pytest.raises(BadRecordError):
                 data_of(store, record)
             store.gone(record.key)
-            assert put(store, record) is None, "what is in quarantine takes the place of older records"
+            assert put(store, record) is None, (
+                "what is in quarantine takes the place of older records"
+            )
             assert store.flush()
             assert store.poll() == []
-        files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in OF_A_MODEL]
+        files = [
+            path
+            for path in tmp_path.rglob("*")
+            if path.is_file() and path.name not in (MODEL_FILE, *DATABASE_FILES)
+        ]
         assert sum(path.stat().st_size for path in files) <= budget
     assert 0 < store.report()["quarantine_bytes"] <= 0.4 * budget
     assert 0 < len(quarantined(tmp_path)) <= 4

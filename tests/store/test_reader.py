@@ -1,17 +1,16 @@
-"""Records are read by threads, several at a time, into memory that is given for them; no changed byte is handed out."""
+"""Records are read by threads, several at a time, into memory that is given for them; no changed
+byte is handed out.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import threading
-import zlib
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from store.disks import StillDisk
 from store.records import expected_of, make_buffers, make_file, make_record
 
@@ -19,13 +18,12 @@ from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store import record as record_module
 from mlx_blockpool.store.fs import Disk, Into
 from mlx_blockpool.store.quarantine import Quarantine
-from mlx_blockpool.store.reader import READERS, Reader, first_wrong, joined, read
+from mlx_blockpool.store.reader import READERS, Reader, read
 from mlx_blockpool.store.record import MAX_HEADER_BYTES, Part, decode_header, header_size
 
 RECORDS = [make_record(tokens=(n, n + 1)) for n in range(READERS + 2)]
 RECORD = make_record(bits="8", ring="3")
 FILE = make_file(RECORD)
-PARTS = st.lists(st.binary(max_size=300), max_size=8)
 
 
 class GatedDisk(Disk):
@@ -48,7 +46,9 @@ class GatedDisk(Disk):
             assert self.changed.wait_for(lambda: len(self.begun) >= count, 20)
 
 
-def test_several_records_are_read_at_a_time_and_none_by_the_thread_that_waits(tmp_path: Path) -> None:
+def test_several_records_are_read_at_a_time_and_none_by_the_thread_that_waits(
+    tmp_path: Path,
+) -> None:
     disk, counts = GatedDisk(), Counter[str]()
     for record in RECORDS:
         (tmp_path / record.file_name).write_bytes(make_file(record))
@@ -123,7 +123,9 @@ def test_no_changed_byte_is_handed_out(tmp_path: Path) -> None:
         assert not is_read(path, memory)
 
 
-@pytest.mark.parametrize("parts", [None, RECORD.parts, RECORD.parts[:2]], ids=["unknown", "known", "others"])
+@pytest.mark.parametrize(
+    "parts", [None, RECORD.parts, RECORD.parts[:2]], ids=["unknown", "known", "others"]
+)
 def test_no_changed_header_is_believed(parts: tuple[Part, ...] | None) -> None:
     assert decode_header(FILE, parts).extra == RECORD.extra
     for at in range(header_size(FILE)):
@@ -170,43 +172,6 @@ def test_a_sealed_header_says_where_each_part_lies_and_nothing_lies_between() ->
     seal = hashlib.blake2b(unsealed, digest_size=32).hexdigest().encode()
     for parts in (None, RECORD.parts):
         with pytest.raises(BadRecordError, match="without gaps"):
-            decode_header(FILE[:8] + moved[:at] + seal + moved[at + 64 :] + FILE[header_size(FILE) :], parts)
-
-
-def views_of(parts: list[bytes]) -> tuple[list[memoryview], memoryview]:
-    whole, views = memoryview(b"".join(parts)), []
-    for part in parts:
-        start = sum(map(len, views))
-        views.append(whole[start : start + len(part)])
-    return views, whole
-
-
-@given(PARTS)
-def test_checksums_of_parts_join_to_that_of_the_whole(parts: list[bytes]) -> None:
-    assert joined([zlib.crc32(part) for part in parts], [len(part) for part in parts]) == zlib.crc32(b"".join(parts))
-
-
-def test_large_parts_join_too() -> None:
-    parts = [bytes([n]) * size for n, size in enumerate((1 << 20, 3, (1 << 20) + 1, 0, 1 << 20))]
-    assert joined([zlib.crc32(part) for part in parts], [len(part) for part in parts]) == zlib.crc32(b"".join(parts))
-
-
-@given(PARTS, st.data())
-def test_the_first_wrong_part_is_found(parts: list[bytes], data: st.DataObject) -> None:
-    checksums = [zlib.crc32(part) for part in parts]
-    views, whole = views_of(parts)
-    assert first_wrong(views, checksums, whole) is None
-    places = [i for i, part in enumerate(parts) if part]
-    if not places:
-        return
-    wrong = data.draw(st.sets(st.sampled_from(places), min_size=1))
-    for i in wrong:
-        at = data.draw(st.integers(0, len(parts[i]) - 1))
-        parts[i] = parts[i][:at] + bytes([parts[i][at] ^ data.draw(st.integers(1, 255))]) + parts[i][at + 1 :]
-    views, whole = views_of(parts)
-    assert first_wrong(views, checksums, whole) == min(wrong)
-
-
-def test_parts_in_another_order_are_wrong() -> None:
-    views, whole = views_of([b"one", b"two"])
-    assert first_wrong(views, [zlib.crc32(b"two"), zlib.crc32(b"one")], whole) == 0
+            decode_header(
+                FILE[:8] + moved[:at] + seal + moved[at + 64 :] + FILE[header_size(FILE) :], parts
+            )

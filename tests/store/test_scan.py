@@ -1,4 +1,6 @@
-"""Folder: what others wrote, used and removed since the last look, and nothing of what was done here."""
+"""Folder: what others wrote, used and removed since the last look, and nothing of what was done
+here.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def test_the_first_look_finds_everything_in_the_order_of_use(tmp_path: Path) -> 
     (tmp_path / "models/m/model.json").write_text("{}")
     (tmp_path / "models/m/unknown/aa").mkdir(parents=True)
     folder = Folder(QuickDisk(), tmp_path)
-    assert folder.look().found == [ChangedFile(B, 2, True), ChangedFile(OTHERS, 1, True), ChangedFile(A, 3, True)]
+    assert folder.look().found == [
+        ChangedFile(B, 2, True),
+        ChangedFile(OTHERS, 1, True),
+        ChangedFile(A, 3, True),
+    ]
     assert look(folder) == ([], [])
 
 
@@ -52,7 +58,11 @@ def test_what_others_wrote_used_replaced_and_removed(tmp_path: Path) -> None:
     (tmp_path / C).unlink()
     make(tmp_path, new := "models/m/states/dd/dd.safetensors", 1, 5)
     changes = folder.look()
-    assert changes.found == [ChangedFile(new, 1, True), ChangedFile(B, 7, True), ChangedFile(A, 5, False)]
+    assert changes.found == [
+        ChangedFile(new, 1, True),
+        ChangedFile(B, 7, True),
+        ChangedFile(A, 5, False),
+    ]
     assert changes.gone == [C]
     assert look(folder) == ([], [])
 
@@ -100,7 +110,9 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
         folder.write(A, [b"123"], 3)
     assert folder.size_of(A) is None
     disk.broken.clear()
-    assert folder.look().found == [ChangedFile(A, 5, True)], "what could not be asked for is found by looking"
+    assert folder.look().found == [ChangedFile(A, 5, True)], (
+        "what could not be asked for is found by looking"
+    )
 
 
 def test_a_look_that_fails_changes_nothing(tmp_path: Path) -> None:
@@ -117,7 +129,9 @@ def test_a_look_that_fails_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [Path(A).parent, Path(A).parent.parent])
-def test_a_part_that_cannot_be_read_is_as_it_was(tmp_path: Path, place: Path) -> None:
+def test_a_part_that_cannot_be_read_is_as_it_was_and_is_logged_once(
+    tmp_path: Path, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Partly(QuickDisk):
         is_broken = False
 
@@ -134,11 +148,15 @@ def test_a_part_that_cannot_be_read_is_as_it_was(tmp_path: Path, place: Path) ->
     (tmp_path / A).unlink()
     (tmp_path / OTHERS).unlink()
     assert look(folder) == ([], [OTHERS])
+    assert look(folder) == ([], [])
+    assert caplog.messages == ["prompt store: [Errno 13] not allowed"]
     disk.is_broken = False
     assert look(folder) == ([], [A])
 
 
-def test_a_link_in_place_of_the_folder_of_models_is_followed_and_none_below_it(tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_folder_of_models_is_followed_and_none_below_it(
+    tmp_path: Path,
+) -> None:
     make(tmp_path / "disk", A, 5, 10)
     make(tmp_path / "disk", OTHERS, 5, 10)
     root, models = tmp_path / "store", tmp_path / "disk/models"
@@ -156,7 +174,9 @@ def test_a_link_in_place_of_the_folder_of_models_is_followed_and_none_below_it(t
     assert Listing(root).foreign == [root / "models"]
 
 
-def test_a_look_scans_only_the_folders_of_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_look_scans_only_the_folders_of_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Others(QuickDisk):
         def scan(self, path: Path) -> list[Entry]:
             if path in (tmp_path, tmp_path / "agents", tmp_path / "quarantine"):
@@ -170,11 +190,19 @@ def test_a_look_scans_only_the_folders_of_records(tmp_path: Path, caplog: pytest
     assert caplog.records == []
 
 
-def test_a_look_removes_old_leftovers_of_records_and_no_file_on_its_way_in_or_out(tmp_path: Path) -> None:
+def test_a_look_removes_old_leftovers_of_records_and_no_file_on_its_way_in_or_out(
+    tmp_path: Path,
+) -> None:
     make(tmp_path, A, 5, 10)
     for place in (Path(A).parent, Path()):
         make(tmp_path, str(place / f"{TEMPORARY}1-old"), 1, 10)
         (tmp_path / place / f"{TEMPORARY}1-young").write_bytes(b"x")
     assert look(Folder(QuickDisk(), tmp_path)) == ([A], [])
     left = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob(f"{TEMPORARY}*"))
-    assert left == sorted([Path(A).parent / f"{TEMPORARY}1-young", Path(f"{TEMPORARY}1-old"), Path(f"{TEMPORARY}1-young")])
+    assert left == sorted(
+        [
+            Path(A).parent / f"{TEMPORARY}1-young",
+            Path(f"{TEMPORARY}1-old"),
+            Path(f"{TEMPORARY}1-young"),
+        ]
+    )

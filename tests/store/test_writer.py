@@ -41,8 +41,10 @@ def disk() -> Iterator[SlowDisk]:
     disk.gate.set()
 
 
-def open_writer(folder: Path, disk: Disk, queue_bytes: int = 10**9, min_free_bytes: int = 0) -> Writer:
-    return Writer(Folder(disk, folder), Headers(QuickDisk(), folder, "none"), queue_bytes, min_free_bytes)
+def open_writer(
+    folder: Path, disk: Disk, queue_bytes: int = 10**9, min_free_bytes: int = 0
+) -> Writer:
+    return Writer(Folder(disk, folder), Headers(folder, "none"), queue_bytes, min_free_bytes)
 
 
 def job(number: int) -> WriteJob:
@@ -107,7 +109,9 @@ def test_a_full_queue_refuses_records_and_never_removals(tmp_path: Path, disk: S
     assert writer.put(jobs[2])
 
 
-def test_one_record_that_is_larger_than_the_queue_is_written(tmp_path: Path, disk: SlowDisk) -> None:
+def test_one_record_that_is_larger_than_the_queue_is_written(
+    tmp_path: Path, disk: SlowDisk
+) -> None:
     writer = open_writer(tmp_path, disk, queue_bytes=1)
     jobs = [job(n) for n in range(2)]
     assert writer.accepts(jobs[0].size)
@@ -124,13 +128,19 @@ def test_what_waits_can_be_asked_for(tmp_path: Path, disk: SlowDisk) -> None:
     writer.put(first)
     assert disk.begun.wait(30)
     writer.put(second)
-    assert [writer.waiting(first.name), writer.waiting(second.name), writer.waiting("other")] == [first, second, None]
+    assert [writer.waiting(first.name), writer.waiting(second.name), writer.waiting("other")] == [
+        first,
+        second,
+        None,
+    ]
     disk.gate.set()
     assert writer.flush(30)
     assert [writer.waiting(first.name), writer.waiting(second.name)] == [None, None]
 
 
-def test_flush_and_close_end_in_time_where_the_disk_does_not(tmp_path: Path, disk: SlowDisk) -> None:
+def test_flush_and_close_end_in_time_where_the_disk_does_not(
+    tmp_path: Path, disk: SlowDisk
+) -> None:
     writer = open_writer(tmp_path, disk)
     jobs = [job(n) for n in range(3)]
     for j in jobs:
@@ -153,7 +163,9 @@ def is_whole(folder: Path, j: WriteJob) -> bool:
 
 @pytest.mark.parametrize("call", ["make_one_directory", "create", "write", "sync", "rename"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_failure_is_told_leaves_nothing_torn_and_the_next_job_is_tried(tmp_path: Path, call: str, number: int) -> None:
+def test_a_failure_is_told_leaves_nothing_torn_and_the_next_job_is_tried(
+    tmp_path: Path, call: str, number: int
+) -> None:
     disk = BrokenDisk(**{call: OSError(number, "broken")})
     writer = open_writer(tmp_path, disk)
     failing, after = job(1), job(2)
@@ -204,7 +216,9 @@ def test_buffers_are_written_as_they_are(tmp_path: Path) -> None:
     assert all(any(b is s for s in seen) for b in j.buffers)
 
 
-def test_a_look_is_taken_after_what_was_handed_over_before_it(tmp_path: Path, disk: SlowDisk) -> None:
+def test_a_look_is_taken_after_what_was_handed_over_before_it(
+    tmp_path: Path, disk: SlowDisk
+) -> None:
     writer = open_writer(tmp_path, disk)
     first, second = job(1), job(2)
     seen = FolderChanges([], [])
@@ -229,7 +243,9 @@ def test_a_look_is_taken_after_what_was_handed_over_before_it(tmp_path: Path, di
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_folder_that_somebody_clears_away_is_made_once_more(tmp_path: Path, times: int) -> None:
-    """`store clear` and `check --fix` remove empty folders, and may do so between the making and the write."""
+    """`store clear` and `check --fix` remove empty folders, and may do so between the making and
+    the write.
+    """
 
     class Cleared(QuickDisk):
         left = times
@@ -245,7 +261,9 @@ def test_a_folder_that_somebody_clears_away_is_made_once_more(tmp_path: Path, ti
     writer.put(j)
     assert writer.flush(30)
     (done,) = writer.poll()
-    assert (done.error is None, (tmp_path / j.name).exists()) == ((True, True) if times == 1 else (False, False))
+    assert (done.error is None, (tmp_path / j.name).exists()) == (
+        (True, True) if times == 1 else (False, False)
+    )
 
 
 def test_a_failure_tells_what_lies_there_now(tmp_path: Path) -> None:
@@ -266,7 +284,9 @@ def test_a_failure_tells_what_lies_there_now(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("error", [ValueError("odd"), MemoryError(), SystemExit(3)], ids=["value", "memory", "exit"])
+@pytest.mark.parametrize(
+    "error", [ValueError("odd"), MemoryError(), SystemExit(3)], ids=["value", "memory", "exit"]
+)
 def test_whatever_a_job_raises_fails_that_job_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
@@ -284,8 +304,16 @@ def test_whatever_a_job_raises_fails_that_job_alone(
     disk.error = None
     writer.put(after)
     assert writer.flush(30)
-    assert [(done.job, done.error) for done in writer.poll()] == [(failing, error), (look, error), (after, None)]
-    assert (writer.queued_bytes, writer.waiting(failing.name), temporaries(tmp_path)) == (0, None, [])
+    assert [(done.job, done.error) for done in writer.poll()] == [
+        (failing, error),
+        (look, error),
+        (after, None),
+    ]
+    assert (writer.queued_bytes, writer.waiting(failing.name), temporaries(tmp_path)) == (
+        0,
+        None,
+        [],
+    )
     assert [(tmp_path / j.name).exists() for j in (failing, after)] == [False, True]
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error, error]
     assert writer.close(30)

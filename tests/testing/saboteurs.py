@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_blockpool_plugins import default
 
-from mlx_blockpool.hookspecs import hookimpl
+from mlx_blockpool.hooks import hookimpl
 from mlx_blockpool.kv import block_bytes as contents
-from mlx_blockpool.kv import rows
+from mlx_blockpool.kv import quantised
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
-from mlx_blockpool.kv.state_caches import PooledArraysCache, StateBatch
+from mlx_blockpool.kv.other_caches import PooledArraysCache, StateBatch
 from mlx_blockpool.prefix import cache as prefix_cache
 from mlx_blockpool.spec import FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 
@@ -24,7 +23,9 @@ from mlx_blockpool.spec import FullLayer, LayerSpec, ModelCacheSpec, StateLayer,
 class Provider:
     """Answers with what `change` makes of the right spec, for one model type."""
 
-    def __init__(self, model_type: str, change: Callable[[ModelCacheSpec], Any] = lambda spec: spec) -> None:
+    def __init__(
+        self, model_type: str, change: Callable[[ModelCacheSpec], Any] = lambda spec: spec
+    ) -> None:
         self.model_type = model_type
         self.change = change
 
@@ -51,7 +52,9 @@ class RaisingForOthers(Provider):
 class Claiming(Provider):
     @hookimpl
     def model_cache_spec(self, model: Any, config: dict[str, Any], model_id: str) -> Any:
-        return default.model_cache_spec(model=model, config={**config, "model_type": "llama", **SHAPE}, model_id=model_id)
+        return default.model_cache_spec(
+            model=model, config={**config, "model_type": "llama", **SHAPE}, model_id=model_id
+        )
 
 
 class Scribbling(Provider):
@@ -85,7 +88,9 @@ SHAPE = {
 }
 
 
-def layers_with(change: Callable[[LayerSpec], LayerSpec]) -> Callable[[ModelCacheSpec], ModelCacheSpec]:
+def layers_with(
+    change: Callable[[LayerSpec], LayerSpec],
+) -> Callable[[ModelCacheSpec], ModelCacheSpec]:
     return lambda spec: replace(spec, layers=tuple(map(change, spec.layers)))
 
 
@@ -94,7 +99,11 @@ def wrong_heads(layer: LayerSpec) -> LayerSpec:
 
 
 def wrong_kind(layer: LayerSpec) -> LayerSpec:
-    return FullLayer(layer.kv_heads, layer.key_dim, layer.value_dim) if isinstance(layer, WindowLayer) else layer
+    return (
+        FullLayer(layer.kv_heads, layer.key_dim, layer.value_dim)
+        if isinstance(layer, WindowLayer)
+        else layer
+    )
 
 
 def one_too_small(layer: LayerSpec) -> LayerSpec:
@@ -119,7 +128,7 @@ def explode(spec: ModelCacheSpec) -> Any:
     raise KeyError("weights")
 
 
-# -- what breaks a right spec's caches; each patches through monkeypatch -----------------------------------------------
+# -- what breaks a right spec's caches; each patches through monkeypatch ---------------------------
 
 
 def forgets_a_token(patch: Any) -> None:
@@ -178,7 +187,11 @@ def resumes_a_token_late(patch: Any) -> None:
 
 def takes_another_out(patch: Any) -> None:
     """A batch from which the first leaves, whoever was meant."""
-    patch.setattr(PooledBatchCache, "filter", lambda self, kept: setattr(self, "members", self.members[: len(kept)]))
+    patch.setattr(
+        PooledBatchCache,
+        "filter",
+        lambda self, kept: setattr(self, "members", self.members[: len(kept)]),
+    )
 
 
 def mixes_states(patch: Any) -> None:
@@ -193,11 +206,11 @@ def mixes_states(patch: Any) -> None:
 
 def loses_biases(patch: Any) -> None:
     """Quantised blocks in which a long write has lost the biases of its groups."""
-    right = rows.in_form
+    right = quantised.in_form
 
     def in_form(given: Any, form: Any) -> Any:
         found = right(given, form)
-        is_long = isinstance(found, rows.Quantised) and given.shape[2] > 20
+        is_long = isinstance(found, quantised.Quantised) and given.shape[2] > 20
         return found._replace(biases=mx.zeros_like(found.biases)) if is_long else found
 
     for module in _importers("in_form", right):
@@ -207,11 +220,11 @@ def loses_biases(patch: Any) -> None:
 def writes_other_bits(patch: Any) -> None:
     right = contents.as_bytes
     for module in _importers("as_bytes", right):
-        patch.setattr(module, "as_bytes", lambda array: right(array + 1 if mx.issubdtype(array.dtype, mx.floating) else array))
-
-
-def proves_nothing(patch: Any) -> None:
-    patch.setattr(zlib, "crc32", lambda data, value=0: 0)
+        patch.setattr(
+            module,
+            "as_bytes",
+            lambda array: right(array + 1 if mx.issubdtype(array.dtype, mx.floating) else array),
+        )
 
 
 def _importers(name: str, function: Any) -> list[Any]:

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 from architectures.configs import CONFIGS
+from architectures.side_by_side import side_by_side
 
 from mlx_blockpool.testing import CHECKS, Subject
 from mlx_blockpool.testing.kit import result_of
@@ -32,11 +33,21 @@ def subject_of(name: str) -> Subject:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("check", [check for check in CHECKS if check != "quantised"])
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", TYPES)
 def test_a_type_conforms(name: str, check: str) -> None:
-    """Quantised blocks need wider rows: architectures/test_pooled.py checks them for all types."""
     subject = subject_of(name)
     result = result_of(check, subject)
-    wanted = "not checked" if check == "wrap" and not subject.sizes else "passed"
+    # Quantised blocks need wider rows: architectures/test_pooled.py checks them for all types.
+    wanted = (
+        "not checked"
+        if check == "quantised" or (check == "wrap" and not subject.sizes)
+        else "passed"
+    )
     assert (result.outcome, result.text) == (wanted, result.text)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", TYPES)
+def test_sequences_of_a_type_decode_together(name: str) -> None:
+    assert "within" in side_by_side(subject_of(name))

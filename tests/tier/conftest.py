@@ -1,4 +1,4 @@
-"""Fixtures of the prefix room's tests."""
+"""Fixtures of the tests of tier/."""
 
 from __future__ import annotations
 

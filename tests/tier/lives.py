@@ -10,10 +10,10 @@ from prefix import computed
 from prefix.computed import family
 from prefix.lives import Life
 
-from mlx_blockpool.prefix.resume import lay_out
+from mlx_blockpool.prefix.cache import lay_out
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
-from mlx_blockpool.tier.restore_plan import RestorePlan
+from mlx_blockpool.tier.restore import RestorePlan
 
 # A block is 8192 bytes.
 SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
@@ -24,7 +24,13 @@ FILE = 10_500
 ONE, TWO, THREE = (list(family(n, 5 * BLOCK + 30)) for n in (1, 2, 3))
 
 
-def start(folder: Path, disk: Disk | None = None, pool: int = 100 * 8192, spec: ModelCacheSpec = SPEC, **config: Any) -> Life:
+def start(
+    folder: Path,
+    disk: Disk | None = None,
+    pool: int = 100 * 8192,
+    spec: ModelCacheSpec = SPEC,
+    **config: Any,
+) -> Life:
     return Life(spec, folder, disk, pool, **config)
 
 
@@ -35,13 +41,20 @@ def record_files(folder: Path) -> list[Path]:
 
 def wanted(life: Life, tokens: Sequence[int]) -> RestorePlan:
     """What a prompt that begins with these tokens would bring back."""
-    found = life.prefix.plan_restore(life.prefix.match([*tokens, 1]), len(tokens))
+    found = life.prefix.stored.restores.plan(life.prefix.match([*tokens, 1]), len(tokens))
     assert found is not None
     return found
 
 
 def compute(life: Life, tokens: list[int]) -> None:
     """From the first token on, as somebody does who could not wait."""
-    caches = lay_out(life.prefix.admission, life.prefix.index.trie.match([]), 0, None, len(tokens), len(tokens) + 20)
+    caches = lay_out(
+        life.prefix.admission,
+        life.prefix.index.trie.match([]),
+        0,
+        None,
+        len(tokens),
+        len(tokens) + 20,
+    )
     computed.compute(caches, tokens, 0)
     life.prefix.release(tokens, caches)

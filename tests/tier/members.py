@@ -1,4 +1,6 @@
-"""Lives that are ranks of one group, each over a store of its own: what changes one of them changes all, and it is looked at."""
+"""Lives that are ranks of one group, each over a store of its own: what changes one of them
+changes all, and it is looked at.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 from prefix.lives import Life
 from store.stores import NAMESPACE
 
+from mlx_blockpool.prefix.eviction import eviction_order
 from mlx_blockpool.ranks import facts
 from mlx_blockpool.ranks.group import Ranks
 from mlx_blockpool.ranks.head import Head, TurnClock
@@ -17,7 +20,10 @@ from mlx_blockpool.store.fs import Disk
 
 
 class Member(Life):
-    """A Life of one rank, in a folder of its own below `folder`. `config` may differ between the ranks in what is of the disk."""
+    """A Life of one rank, in a folder of its own below `folder`.
+
+    `config` may differ between the ranks in what is of the disk.
+    """
 
     def __init__(
         self,
@@ -40,11 +46,15 @@ class Member(Life):
         self.missed: list[tuple[int, bool]] = []
         self.compare()
 
-    def turn(self, seconds: float = 0.0, limit: int | None = 1 << 40, at_once: bool = False) -> None:
+    def turn(
+        self, seconds: float = 0.0, limit: int | None = 1 << 40, at_once: bool = False
+    ) -> None:
         """An exchange, what it brings, and what is written behind it."""
         self.now += seconds
         head = Head(now_us=int(self.now * 1e6), takes=self.store.takes())
-        found = self.ranks.exchange(head, facts.write(("m", lost) for lost in self.stored.ledger.take_lost()))
+        found = self.ranks.exchange(
+            head, facts.write(("m", lost) for lost in self.stored.ledger.take_lost())
+        )
         self.clock.begin(found[0].head)
         self.stored.ledger.agree(all(each.head.takes for each in found))
         for each in found:
@@ -57,7 +67,9 @@ class Member(Life):
         self.compare()
 
     def settle(self) -> None:
-        """Turns until every rank has noticed what became of its writes, and all have forgotten what one lacks."""
+        """Turns until every rank has noticed what became of its writes, and all have forgotten
+        what one lacks.
+        """
         for _ in range(4):
             self.turn()
 
@@ -71,24 +83,40 @@ class Member(Life):
         return found.lookup.hit
 
     def compare(self) -> None:
-        """All ranks have the same, in memory and on disk, and would evict and write the same next."""
+        """All ranks have the same, in memory and on disk, and would evict and write the same
+        next.
+        """
         own = repr(self.figures()).encode()
         for rank, each in enumerate(self.ranks.exchange(Head(), own)):
-            assert each.mail == own, f"rank {rank} has {each.mail.decode()}, rank {self.ranks.rank} {own.decode()}"
+            assert each.mail == own, (
+                f"rank {rank} has {each.mail.decode()}, rank {self.ranks.rank} {own.decode()}"
+            )
 
     def figures(self) -> list[Any]:
         index, pool = self.prefix.index, self.arena.pool
         nodes = [(node.hash[:4].hex(), node.end, *_kept(node.residency)) for node in index.trie]
-        order = [list(pool.eviction_order(group)) for group in range(len(pool.groups))]
-        pending = [node.hash[:4].hex() for node in [*self.stored._pending, *self.stored._resting]]
-        checkpoints = [checkpoint.position for checkpoint in self.stored.checkpoints._pending]
-        return [nodes, order, pending, checkpoints, len(self.stored.nodes.by_hash), *self.prefix.figures()]
+        order = [list(eviction_order(pool, group)) for group in range(len(pool.groups))]
+        pending = [
+            node.hash[:4].hex() for node in [*self.stored.queue.pending, *self.stored.queue.resting]
+        ]
+        checkpoints = [checkpoint.position for checkpoint in self.stored.checkpoints.queue.pending]
+        return [nodes, order, pending, checkpoints, *self.prefix.figures()]
 
     def files(self) -> set[str]:
         """Names of the records in their places, of every kind."""
-        return {f"{path.parts[-3]}/{path.stem}" for path in self.folder.glob("models/*/*/*/*.safetensors")}
+        return {
+            f"{path.parts[-3]}/{path.stem}"
+            for path in self.folder.glob("models/*/*/*/*.safetensors")
+        }
 
 
 def _kept(residency: Any) -> list[Any]:
     windows, states = list(residency.window_records.items()), sorted(residency.state_records)
-    return [residency.in_memory, residency.on_disk, residency.blocks, list(residency.checkpoints), windows, states]
+    return [
+        residency.in_memory,
+        residency.on_disk,
+        residency.blocks,
+        list(residency.checkpoints),
+        windows,
+        states,
+    ]

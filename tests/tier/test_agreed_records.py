@@ -1,4 +1,6 @@
-"""Records of the ranks of a group: all count the same ones as on disk, whatever becomes of the disk of one of them."""
+"""Records of the ranks of a group: all count the same ones as on disk, whatever becomes of the
+disk of one of them.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,34 @@ from mlx_blockpool.spec import ModelCacheSpec
 from mlx_blockpool.store.paths import FOLDERS
 from mlx_blockpool.store.record import BLOCK as RECORD
 from mlx_blockpool.store.record import Key, Record
-from mlx_blockpool.tier.agreement import common, name_for_all
-from mlx_blockpool.tier.ledger import AgreedLedger
+from mlx_blockpool.tier.agreement import AgreedLedger, common
 from mlx_blockpool.tier.opening import open_store
 
 SPECS = {"full": SPEC, "windowed": WINDOWED, "hybrid": STATED["hybrid"]}
 # Of each rank of a pipeline: with more and fewer layers of the same kinds.
 UNLIKE = [
     ModelCacheSpec("m", layers, "float32")
-    for layers in ((STATE, FULL, WINDOW), (FULL, WINDOW, STATE, STATE, FULL, FULL), (WINDOW, STATE, FULL))
+    for layers in (
+        (STATE, FULL, WINDOW),
+        (FULL, WINDOW, STATE, STATE, FULL, FULL),
+        (WINDOW, STATE, FULL),
+    )
 ]
 
 
-def members(folder: Path, act: Callable[[Member], Any], spec: str = "full", size: int = 2, **config: Any) -> list[Any]:
+def members(
+    folder: Path, act: Callable[[Member], Any], spec: str = "full", size: int = 2, **config: Any
+) -> list[Any]:
     """What `act` returns on each rank; settings that begin with `one_` are those of rank 1."""
 
     def run(ranks: ThreadRanks) -> Any:
         own = {name: value for name, value in config.items() if not name.startswith("one_")}
         if ranks.rank == 1:
-            own |= {name.removeprefix("one_"): value for name, value in config.items() if name.startswith("one_")}
+            own |= {
+                name.removeprefix("one_"): value
+                for name, value in config.items()
+                if name.startswith("one_")
+            }
         alike = SPECS.get(spec) or agreed(lambda: UNLIKE[ranks.rank], ranks)
         member = Member(ranks, folder, alike, **own)
         found = act(member)
@@ -58,7 +69,7 @@ def paths(member: Member) -> list[list[bool]]:
     return [member.on_disk(prompt) for prompt in (ONE, TWO)]
 
 
-# -- at start ----------------------------------------------------------------------------------------------------------
+# -- at start --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", only(SPECS, "windowed"))
@@ -79,7 +90,9 @@ def test_a_record_that_one_rank_lacks_is_no_record(tmp_path: Path, spec: str) ->
     assert members(tmp_path, paths, spec)[0] == [[True] * 2, [True] * 6]
 
 
-def test_the_first_budget_of_every_rank_spares_what_rank_0_has_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_budget_of_every_rank_spares_what_rank_0_has_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write(member: Member) -> list[bytes]:
         for prompt in (ONE, TWO):
             member.ask(prompt)
@@ -110,10 +123,16 @@ def test_the_first_budget_of_every_rank_spares_what_rank_0_has_pinned(tmp_path: 
 
 
 def test_windows_that_were_cut_elsewhere_are_no_common_records(tmp_path: Path) -> None:
-    """Which tokens a record holds decides where a prefix is resumed, and so it is the same on all ranks."""
+    """Which tokens a record holds decides where a prefix is resumed, and so it is the same on
+    all ranks.
+    """
 
     def cut(ranks: ThreadRanks) -> list[Any]:
-        records = [record(RECORD, 1, ""), record("window", 1, "300"), record("window", 2, str(400 + ranks.rank))]
+        records = [
+            record(RECORD, 1, ""),
+            record("window", 1, "300"),
+            record("window", 2, str(400 + ranks.rank)),
+        ]
         return [found.key for found in common(ranks, records[:: 1 - 2 * ranks.rank])]
 
     assert on_ranks(2, cut) == [[Key(RECORD, b"1" * 32), Key("window", b"1" * 32)]] * 2
@@ -121,10 +140,12 @@ def test_windows_that_were_cut_elsewhere_are_no_common_records(tmp_path: Path) -
 
 
 def record(kind: str, number: int, cut: str) -> Record:
-    return Record(kind, "n", str(number).encode() * 32, b"0" * 32, 0, (1, 2), (), {"cut": cut} if cut else {})
+    return Record(
+        kind, "n", str(number).encode() * 32, b"0" * 32, 0, (1, 2), (), {"cut": cut} if cut else {}
+    )
 
 
-# -- one disk fails ----------------------------------------------------------------------------------------------------
+# -- one disk fails --------------------------------------------------------------------------------
 
 
 def is_full(member: Member, disk: BrokenDisk, is_full: bool) -> None:
@@ -156,8 +177,10 @@ def test_while_one_disk_is_full_no_rank_writes(tmp_path: Path, clock: Clock, spe
 
 
 @pytest.mark.parametrize("spec", only(SPECS, "windowed"))
-@pytest.mark.parametrize("what", ["model_bytes", "daily_bytes", "queue_bytes"])
-def test_what_the_limits_of_one_rank_refuse_no_rank_has(tmp_path: Path, clock: Clock, spec: str, what: str) -> None:
+@pytest.mark.parametrize("what", ["store_bytes", "daily_bytes", "queue_bytes"])
+def test_what_the_limits_of_one_rank_refuse_no_rank_has(
+    tmp_path: Path, clock: Clock, spec: str, what: str
+) -> None:
     def act(member: Member) -> tuple[set[str], list[list[bool]]]:
         # A queue of one byte takes one record after the other.
         for prompt in (ONE, TWO, THREE)[: 1 if what == "queue_bytes" else 3]:
@@ -166,13 +189,13 @@ def test_what_the_limits_of_one_rank_refuse_no_rank_has(tmp_path: Path, clock: C
                 member.turn()
         return member.files(), paths(member)
 
-    most = {"model_bytes": 40_000, "daily_bytes": 40_000, "queue_bytes": 1}[what]
+    most = {"store_bytes": 40_000, "daily_bytes": 40_000, "queue_bytes": 1}[what]
     (files, found), (others, _) = members(tmp_path, act, spec, **{f"one_{what}": most})
     if what == "queue_bytes":
         assert found[0][:5] == [True] * 5
     else:
         assert 0 < len(others) < 15
-        assert any(map(any, found)) or what == "model_bytes"
+        assert any(map(any, found)) or what == "store_bytes"
     # Records that rank 1 lacks are removed by rank 0, but for what waits to be written again.
     assert files == others or (what == "daily_bytes" and files > others)
 
@@ -188,7 +211,7 @@ def test_what_is_given_up_is_not_tried_again_at_every_turn(tmp_path: Path) -> No
         member.settle()
         return len(member.missed) - before
 
-    assert members(tmp_path, act, "windowed", one_model_bytes=12_000) == [0, 0]
+    assert members(tmp_path, act, "windowed", one_store_bytes=12_000) == [0, 0]
 
 
 def test_files_that_go_from_one_rank_go_from_all(tmp_path: Path) -> None:
@@ -218,7 +241,7 @@ def test_a_record_that_is_damaged_on_one_rank_is_lost_to_all(tmp_path: Path) -> 
         member.prefix.trim_to(0)
         key = Key(RECORD, member.hashes(ONE)[3])
         if member.ranks.rank == 1:
-            member.stored.restores.lose(key, BadRecordError("damaged"))
+            member.stored.restores.note_unread(key, BadRecordError("damaged"))
         member.settle()
         assert member.on_disk(ONE) == [True] * 3
         return member.files()
@@ -242,7 +265,7 @@ def test_a_closing_rank_writes_all_it_has_whatever_the_others_take(tmp_path: Pat
     assert len(files) == 12
 
 
-# -- under random requests ---------------------------------------------------------------------------------------------
+# -- under random requests -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", seeds(2, 40))
@@ -260,7 +283,11 @@ def test_ranks_agree_after_every_turn(tmp_path: Path, clock: Clock, seed: int) -
     for life in lives:
         disks = [BrokenDisk() for _ in range(size)]
         members(
-            tmp_path, lambda member, life=life, disks=disks: random_life(member, random.Random(life), disks), spec, size, **limits
+            tmp_path,
+            lambda member, life=life, disks=disks: random_life(member, random.Random(life), disks),
+            spec,
+            size,
+            **limits,
         )
         damage(tmp_path, random.Random(life))
 
@@ -269,7 +296,11 @@ def random_life(member: Member, rng: random.Random, disks: list[BrokenDisk]) -> 
     """The same acts on all ranks, and broken disks on some."""
     member.store._writer.folder._disk = disk = disks[member.ranks.rank]
     for _ in range(20):
-        act, which, length = rng.randrange(10), rng.randrange(4), rng.choice([30, 256, 300, 512, 700, 1000])
+        act, which, length = (
+            rng.randrange(10),
+            rng.randrange(4),
+            rng.choice([30, 256, 300, 512, 700, 1000]),
+        )
         prompt = [*family(which, length), *text(rng.randrange(3), rng.choice([0, 20, 256]))]
         if act < 5:
             member.ask(prompt, sorted(rng.sample(range(1, len(prompt)), 2)), reads=act < 3)
@@ -292,11 +323,13 @@ def damage(folder: Path, rng: random.Random) -> None:
         DAMAGES[rng.choice(sorted(DAMAGES))](path, rng)
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 def test_no_rank_finds_the_records_of_another(tmp_path: Path) -> None:
-    """One rank keeps the name that it always had; the ranks of a group have names of their own, and a trie in common."""
+    """One rank keeps the name that it always had; the ranks of a group have names of their own,
+    and a trie in common.
+    """
 
     def names(kind: str, size: int) -> list[tuple[str, str]]:
         def open_one(ranks: ThreadRanks) -> tuple[str, str]:
@@ -309,10 +342,10 @@ def test_no_rank_finds_the_records_of_another(tmp_path: Path) -> None:
 
     alone = open_store(StoreConfig(tmp_path), tmp_path, None, SPEC, "m", "weights of rank 0")
     alone.close()
-    assert alone.trie_name == alone.namespace == "72ec233d72f00225c893ef91f16a4829"
+    assert alone.trie_name == alone.namespace == "6d91a47c1e349d47257d87ede0069574"
     groups = [names("tensor", 2), names("tensor", 3), names("pipeline", 2)]
     own = [name for group in groups for name, _ in group]
     assert len({*own, alone.namespace}) == 8
     assert [len({trie for _, trie in group}) for group in groups] == [1, 1, 1]
     assert names("tensor", 2) == groups[0]
-    assert on_ranks(3, lambda ranks: name_for_all(ranks, f"n{ranks.rank}")) == ["n0"] * 3
+    assert on_ranks(3, lambda ranks: ranks.from_first(b"n%d" % ranks.rank)) == [b"n0"] * 3

@@ -1,4 +1,5 @@
-"""Ranks that bring records back together: all read what every one of them can, and share what every one of them has read.
+"""Ranks that bring records back together: all read what every one of them can, and share what every
+one of them has read.
 
 Each rank is a thread with a folder of its own.
 """
@@ -19,12 +20,13 @@ from store.disks import Disk, GatedDisk
 from tier.lives import record_files
 
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.ranks.driver import SharedPathFacts
 from mlx_blockpool.ranks.facts import BringBack, read, write
 from mlx_blockpool.ranks.head import Head
 from mlx_blockpool.store.record import BLOCK as RECORD_OF_BLOCK
 from mlx_blockpool.store.record import Key
-from mlx_blockpool.tier.path_acts import PathActs, PathFact, name_of
-from mlx_blockpool.tier.throughput import Rates
+from mlx_blockpool.tier.path_facts import PathFact, name_of
+from mlx_blockpool.tier.restore import Rates
 
 BLOCK = 256
 PROMPT = list(family(1, 5 * BLOCK + 30))
@@ -32,7 +34,9 @@ PROMPT = list(family(1, 5 * BLOCK + 30))
 MIDDLE = 2 * BLOCK + 100
 
 
-@pytest.fixture(params=["full", "window", "hybrid", pytest.param("composite", marks=pytest.mark.thorough)])
+@pytest.fixture(
+    params=["full", "window", "hybrid", pytest.param("composite", marks=pytest.mark.thorough)]
+)
 def spec(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -50,12 +54,18 @@ def filled(folder: Path, spec: str, size: int = 2) -> list[Path]:
 
 
 def on_lives(
-    folders: list[Path], spec: str, act: Callable[[Life, ThreadRanks], Any], disks: dict[int, Disk] | None = None, **config: Any
+    folders: list[Path],
+    spec: str,
+    act: Callable[[Life, ThreadRanks], Any],
+    disks: dict[int, Disk] | None = None,
+    **config: Any,
 ) -> list[Any]:
     """What `act` returns on each rank."""
 
     def run(ranks: ThreadRanks) -> Any:
-        life = Life(SPECS[spec], folders[ranks.rank], (disks or {}).get(ranks.rank), ranks=ranks, **config)
+        life = Life(
+            SPECS[spec], folders[ranks.rank], (disks or {}).get(ranks.rank), ranks=ranks, **config
+        )
         return act(life, ranks)
 
     return on_ranks(len(folders), run)
@@ -92,13 +102,15 @@ def be_slow(life: Life) -> None:
     life.stored.restores.rates.restored(1, 1)
 
 
-def leave_alone(life: Life) -> None:
-    life.stored.restores.leave_alone()
+def pause(life: Life) -> None:
+    life.stored.restores.pause()
 
 
-@pytest.mark.parametrize("object_", [put_off, be_slow, leave_alone])
+@pytest.mark.parametrize("object_", [put_off, be_slow, pause])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_what_one_rank_is_against_no_rank_reads(tmp_path: Path, spec: str, size: int, object_: Callable[[Life], None]) -> None:
+def test_what_one_rank_is_against_no_rank_reads(
+    tmp_path: Path, spec: str, size: int, object_: Callable[[Life], None]
+) -> None:
     def act(life: Life, ranks: ThreadRanks) -> tuple[int, list[bool], int]:
         if ranks.rank == 1:
             object_(life)
@@ -122,7 +134,9 @@ def test_a_block_that_a_prompt_ends_at_the_start_of_is_not_read(tmp_path: Path, 
     assert on_lives(filled(tmp_path, "full", size), "full", act) == [(2 * BLOCK, 2)] * size
 
 
-def test_a_checkpoint_before_a_record_that_one_rank_cannot_read_is_agreed_on(tmp_path: Path) -> None:
+def test_a_checkpoint_before_a_record_that_one_rank_cannot_read_is_agreed_on(
+    tmp_path: Path,
+) -> None:
     def act(life: Life, ranks: ThreadRanks) -> int:
         if ranks.rank == 1:
             life.store.put_off(Key(RECORD_OF_BLOCK, life.hashes(PROMPT)[4]))
@@ -132,12 +146,18 @@ def test_a_checkpoint_before_a_record_that_one_rank_cannot_read_is_agreed_on(tmp
 
 
 @pytest.mark.parametrize("how", ["flip", "delete"])
-def test_a_record_that_is_bad_on_one_rank_is_a_miss_on_all(tmp_path: Path, spec: str, how: str) -> None:
+def test_a_record_that_is_bad_on_one_rank_is_a_miss_on_all(
+    tmp_path: Path, spec: str, how: str
+) -> None:
     folders = filled(tmp_path, spec)
 
     def act(life: Life, ranks: ThreadRanks) -> tuple[int, list[bool]]:
         if ranks.rank == 1:
-            bad = next(path for path in record_files(folders[1]) if path.stem == life.hashes(PROMPT)[2].hex())
+            bad = next(
+                path
+                for path in record_files(folders[1])
+                if path.stem == life.hashes(PROMPT)[2].hex()
+            )
             DAMAGES[how](bad, random.Random(3))
         first = resumed(life), resident(life)
         assert life.stored.report()["unread"] == ranks.rank
@@ -168,12 +188,15 @@ def test_a_disk_that_hangs_on_one_rank_is_a_miss_on_all(tmp_path: Path, spec: st
     assert on_lives(filled(tmp_path, spec), spec, act, {1: disk}, answer_seconds=0.01) == [0, 0]
 
 
-# -- paths that no request waits for -----------------------------------------------------------------------------------
+# -- paths that no request waits for ---------------------------------------------------------------
 
 
 def brought_back(life: Life, ranks: ThreadRanks) -> list[Any]:
-    """Have the prompt's path brought back, over as many turns as it takes. Returns what rank 0 is answered."""
-    acts, answers, restores = PathActs(life.prefix, ranks), list[Any](), life.stored.restores
+    """Have the prompt's path brought back, over as many turns as it takes.
+
+    Returns what rank 0 is answered.
+    """
+    acts, answers, restores = SharedPathFacts(life.prefix), list[Any](), life.stored.restores
     path = life.prefix.index.trie.match(PROMPT).detached()
     if ranks.rank == 0:
         acts.propose(BringBack(name_of(path)), answers.append)
@@ -192,17 +215,27 @@ def brought_back(life: Life, ranks: ThreadRanks) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_a_path_comes_back_on_all_ranks_as_far_as_all_have_it(tmp_path: Path, spec: str, is_whole: bool) -> None:
+def test_a_path_comes_back_on_all_ranks_as_far_as_all_have_it(
+    tmp_path: Path, spec: str, is_whole: bool
+) -> None:
     folders = filled(tmp_path, spec)
 
     def act(life: Life, ranks: ThreadRanks) -> tuple[list[bool], int, list[int]]:
         be_slow(life)
         if ranks.rank == 1 and not is_whole:
-            next(path for path in record_files(folders[1]) if path.stem == life.hashes(PROMPT)[2].hex()).unlink()
+            next(
+                path
+                for path in record_files(folders[1])
+                if path.stem == life.hashes(PROMPT)[2].hex()
+            ).unlink()
         answers = brought_back(life, ranks)
         life.check()
         assert {(each.held, each.reserved) for each in life.arena.pool.settle()} == {(0, 0)}
-        return resident(life), life.prefix.within_reach([*PROMPT, 1]), [job.plan.tokens for job in answers]
+        return (
+            resident(life),
+            life.prefix.within_reach([*PROMPT, 1]),
+            [job.plan.tokens for job in answers],
+        )
 
     (kept, hit, asked), (others, other_hit, no_answers) = on_lives(folders, spec, act)
     assert (kept, hit) == (others, other_hit)

@@ -1,4 +1,6 @@
-"""StoredPrefixes on disks that fail: nothing is made in vain, and nothing that is still there is given up."""
+"""StoredPrefixes on disks that fail: nothing is made in vain, and nothing that is still there is
+given up.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ from tier.lives import BLOCK, ONE, TWO, WINDOWED, start, wanted
 
 from mlx_blockpool.store.fs import Into
 from mlx_blockpool.store.record import Record
-from mlx_blockpool.tier import checkpoint_records as records_module
+from mlx_blockpool.tier import checkpoints as records_module
 from mlx_blockpool.tier import write_behind as stored_module
 
 
-def test_what_the_store_does_not_take_is_not_copied(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_store_does_not_take_is_not_copied(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     life = start(tmp_path, BrokenDisk(create=OSError(errno.ENOSPC, "full")))
     life.store._limits.suspend(OSError(errno.ENOSPC, "full"))
     answer(life.prefix, ONE)
@@ -49,7 +53,10 @@ def test_a_record_that_would_be_refused_is_not_made_at_each_step(
         return Record(*args)
 
     monkeypatch.setattr(records_module, "Record", record)
-    config: dict[str, Any] = {"queue full": {"queue_bytes": 1}, "daily limit": {"daily_bytes": 1}}.get(why, {})
+    config: dict[str, Any] = {
+        "queue full": {"queue_bytes": 1},
+        "daily limit": {"daily_bytes": 1},
+    }.get(why, {})
     life = start(tmp_path, spec=WINDOWED, **config)
     if why == "disk failed":
         life.store._limits.suspend(OSError(errno.EIO, "broken"))
@@ -98,7 +105,7 @@ def test_what_was_evicted_before_it_could_be_written_is_not_waited_for(tmp_path:
     assert life.stored.report()["pending"] == 0
 
 
-# -- read --------------------------------------------------------------------------------------------------------------
+# -- read ------------------------------------------------------------------------------------------
 
 
 def reads_of(disk: BrokenDisk) -> int:
@@ -112,7 +119,9 @@ def reads_of(disk: BrokenDisk) -> int:
 
 @pytest.mark.parametrize("spec", ["full", "windowed"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
-def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(tmp_path: Path, clock: Clock, number: int, spec: str) -> None:
+def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(
+    tmp_path: Path, clock: Clock, number: int, spec: str
+) -> None:
     specs: dict[str, Any] = {} if spec == "full" else {"spec": WINDOWED}
     first = start(tmp_path, **specs)
     answer(first.prefix, ONE)
@@ -136,7 +145,9 @@ def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(tmp_path: Pa
     life.prefix.check()
 
 
-def test_what_lies_before_a_record_that_cannot_be_read_comes_back(tmp_path: Path, clock: Clock) -> None:
+def test_what_lies_before_a_record_that_cannot_be_read_comes_back(
+    tmp_path: Path, clock: Clock
+) -> None:
     first = start(tmp_path)
     answer(first.prefix, ONE)
     assert first.prefix.close()
@@ -173,11 +184,13 @@ def test_what_is_damaged_or_gone_is_given_up_with_all_behind_it(tmp_path: Path) 
     assert len(record_files(tmp_path)) == 2
 
 
-# -- away at the start -------------------------------------------------------------------------------------------------
+# -- away at the start -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", ["full", "windowed"])
-def test_a_disk_that_was_away_at_the_start_is_known_once_it_is_back(tmp_path: Path, clock: Clock, spec: str) -> None:
+def test_a_disk_that_was_away_at_the_start_is_known_once_it_is_back(
+    tmp_path: Path, clock: Clock, spec: str
+) -> None:
     specs: dict[str, Any] = {} if spec == "full" else {"spec": WINDOWED}
     first = start(tmp_path, **specs)
     for prompt in (ONE, TWO):
@@ -223,16 +236,23 @@ def test_a_restore_that_has_ended_and_waits_does_not_make_the_disk_hang(tmp_path
     disk.reads.set()
     while not begun.advance(wait=1.0, seconds=1.0):
         pass
-    assert (again.stored.restores.num_restored, again.stored.restores.num_unread) == (2 * len(ONE), 0)
+    assert (again.stored.restores.num_restored, again.stored.restores.num_unread) == (
+        2 * len(ONE),
+        0,
+    )
     ended.release()
     begun.release()
 
 
-def test_a_slow_disk_has_the_time_of_a_shutdown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each wait gets what the ones before it have left: what comes after it, such as the notes of agents, has its time too."""
+def test_a_slow_disk_has_the_time_of_a_shutdown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wait gets what the ones before it have left: what comes after it, such as the notes
+    of agents, has its time too.
+    """
     keeper = Keeper(SPECS["full"], 40, tmp_path)
     keeper.ask(text(1, 300))
-    assert keeper.prefix.stored is not None
+    assert isinstance(keeper.prefix.stored, stored_module.StoredPrefixes)
     store, clock, waits = keeper.prefix.stored.store, [0.0], []
 
     def wait(seconds: float) -> bool:

@@ -1,4 +1,6 @@
-"""Figures of a prefix cache: equal where two caches hold the same, in memory and on disk, and else not."""
+"""Figures of a prefix cache: equal where two caches hold the same, in memory and on disk, and
+else not.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ def answer_as(life: Life, agent: str) -> None:
 
 
 def lose_block(life: Life, number: int) -> None:
-    life.stored.nodes.lose([Key(BLOCK, life.prefix.match(PROMPT).path[number].hash)])
+    life.stored.nodes.forget([Key(BLOCK, life.prefix.match(PROMPT).path[number].hash)])
 
 
 def lose_state(life: Life, position: int) -> None:
-    life.stored.nodes.lose(life.stored.checkpoints.keys(life.prefix.match(PROMPT).path[1], position))
+    life.stored.nodes.forget(
+        life.stored.checkpoints.keys(life.prefix.match(PROMPT).path[1], position)
+    )
 
 
 # What happens to one cache, and to the other.
@@ -44,8 +48,12 @@ CHANGES: dict[str, list[Callable[[Life], object]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_figures_differ_where_caches_hold_other_things_of_the_same_size(tmp_path: Path, change: str) -> None:
-    lives = [Life(STATED["hybrid"], tmp_path / str(number), idle_seconds=0.0) for number in range(2)]
+def test_figures_differ_where_caches_hold_other_things_of_the_same_size(
+    tmp_path: Path, change: str
+) -> None:
+    lives = [
+        Life(STATED["hybrid"], tmp_path / str(number), idle_seconds=0.0) for number in range(2)
+    ]
     for life in lives:
         life.answer(PROMPT, PLACES)
         life.write(tails=True)

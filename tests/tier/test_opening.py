@@ -21,9 +21,15 @@ def test_a_quantised_prefix_is_found_again_in_its_own_bits_alone(tmp_path: Path)
     model = make_model("llama", vocab_size=98, head_dim=64)
     replies = {}
     for life, bits, hit in (("first", EIGHT, 0), ("again", EIGHT, 599), ("other", None, 0)):
-        prefix = open_prefix(model, folder, 20_000_000, StoreConfig(tmp_path / "store", idle_seconds=0), bits=bits)
+        prefix = open_prefix(
+            model, folder, 20_000_000, StoreConfig(tmp_path / "store", idle_seconds=0), bits=bits
+        )
         found = prefix.acquire(PROMPT, 5)
-        assert (prefix.arena.spec.bits, prefix.arena.ragged, found.lookup.hit) == (bits, True, hit)
+        assert (prefix.arena.spec.bits, prefix.arena.capabilities.ragged, found.lookup.hit) == (
+            bits,
+            True,
+            hit,
+        )
         steps = generate_step(mx.array(found.rest), model, max_tokens=5, prompt_cache=found.caches)
         replies[life] = [token for token, _ in steps]
         prefix.release(PROMPT, found.caches)

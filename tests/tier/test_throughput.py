@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_blockpool.tier.throughput import RETRY_SECONDS, Busy, Rate, Rates
+from mlx_blockpool.config import StoreConfig
+from mlx_blockpool.tier.restore import Busy, Rate, Rates
 
 MB = 10**6
 
@@ -88,13 +89,13 @@ def test_a_slow_disk_is_tried_again_and_used_once_it_is_fast(clock: Clock) -> No
     rates = Rates(clock)
     rates.computed(8000, 1)
     rates.restored(50 * MB, 1)
-    clock.now += RETRY_SECONDS
+    clock.now += StoreConfig.slow_seconds
     assert not rates.is_worth_reading(1000 * MB, 8192)
     clock.now += 1
     assert rates.is_worth_reading(1000 * MB, 8192)
     # It is as slow as before.
     rates.restored(1000 * MB, 20)
     assert not rates.is_worth_reading(1000 * MB, 8192)
-    clock.now += RETRY_SECONDS + 1
+    clock.now += StoreConfig.slow_seconds + 1
     rates.restored(1000 * MB, 0.5)
     assert rates.is_worth_reading(1000 * MB, 8192)

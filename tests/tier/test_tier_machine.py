@@ -1,4 +1,5 @@
-"""TieredPrefixCache over a store, under random requests, restarts and damage: what comes back from disk is what was computed.
+"""TieredPrefixCache over a store, under random requests, restarts and damage: what comes back from
+disk is what was computed.
 
 Nothing is computed by a model: see prefix/computed.py.
 """
@@ -23,18 +24,27 @@ from thorough import tried
 from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.capabilities import RAGGED
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from mlx_blockpool.store.record import BLOCK as RECORD
 from mlx_blockpool.store.record import Key
 from mlx_blockpool.tier.cache import TieredPrefixCache
+from mlx_blockpool.tier.write_behind import StoredPrefixes
 
 # A block of the two layers is 8192 bytes; quantised, of rows that stay exact, LARGER times as many.
 PLAIN = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
-QUANTISED = ModelCacheSpec("m", (FullLayer(1, 64, 64), FullLayer(1, 64, 64)), "float32").with_bits(KVBits(8, 4, 32))
+QUANTISED = ModelCacheSpec("m", (FullLayer(1, 64, 64), FullLayer(1, 64, 64)), "float32").with_bits(
+    KVBits(8, 4, 32)
+)
 LARGER = QUANTISED.bytes_per_block(QUANTISED.groups[0]) // PLAIN.bytes_per_block(PLAIN.groups[0])
 
 
-@tried(18, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@tried(
+    18,
+    1500,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 class StoredMachine(ConversationMachine):
     @initialize(
         size=st.integers(60_000, 250_000),
@@ -43,10 +53,15 @@ class StoredMachine(ConversationMachine):
         queue_bytes=st.sampled_from([1, 30_000, 10**9]),
         spec=st.sampled_from([PLAIN, QUANTISED]),
     )
-    def start(self, size: int, slabs: int, store_bytes: int, queue_bytes: int, spec: ModelCacheSpec) -> None:
+    def start(
+        self, size: int, slabs: int, store_bytes: int, queue_bytes: int, spec: ModelCacheSpec
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.spec, self.factor = spec, 1 if spec is PLAIN else LARGER
-        self.config = {"store_bytes": store_bytes * self.factor, "queue_bytes": queue_bytes * self.factor}
+        self.config = {
+            "store_bytes": store_bytes * self.factor,
+            "queue_bytes": queue_bytes * self.factor,
+        }
         self.pool = (size * self.factor, slabs)
         self.past: list[list[int]] = [[1, 2, 3]]
         self.is_damaged = self.has_orphans = False
@@ -54,12 +69,12 @@ class StoredMachine(ConversationMachine):
 
     def open(self) -> None:
         self.arena = KVArena(self.spec, self.pool[0], PoolConfig(slabs=self.pool[1]))
-        self.arena.ragged = True
+        self.arena.capabilities = RAGGED
         self.store = open_store(self.folder, QuickDisk(), **self.config)
         self.prefix = TieredPrefixCache(self.arena, store=self.store)
         self.live: list[Conversation] = []
 
-    # -- requests ------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.live) < 3)
     @rule(
@@ -70,14 +85,29 @@ class StoredMachine(ConversationMachine):
         answer=st.integers(0, 12),
         finishes=st.booleans(),
     )
-    def request(self, which: int, length: int, branch: int, tail: int, answer: int, finishes: bool) -> None:
-        self.serve([*family(which, length), *(family(branch + 5, tail) if branch else ())], answer, finishes)
+    def request(
+        self, which: int, length: int, branch: int, tail: int, answer: int, finishes: bool
+    ) -> None:
+        self.serve(
+            [*family(which, length), *(family(branch + 5, tail) if branch else ())],
+            answer,
+            finishes,
+        )
 
     @precondition(lambda self: len(self.live) < 3)
-    @rule(number=st.integers(0, 100), cut=st.sampled_from([0, 0, 1, 50]), tail=st.integers(0, 300), answer=st.integers(0, 12))
+    @rule(
+        number=st.integers(0, 100),
+        cut=st.sampled_from([0, 0, 1, 50]),
+        tail=st.integers(0, 300),
+        answer=st.integers(0, 12),
+    )
     def next_turn(self, number: int, cut: int, tail: int, answer: int) -> None:
         past = self.past[number % len(self.past)]
-        self.serve([*past[: max(1, len(past) - cut)], *(900 + number % 50 for _ in range(tail))], answer, True)
+        self.serve(
+            [*past[: max(1, len(past) - cut)], *(900 + number % 50 for _ in range(tail))],
+            answer,
+            True,
+        )
 
     def serve(self, prompt: list[int], answer: int, finishes: bool) -> None:
         if len(prompt) + 20 > self.arena.pool.sequence_capacity() - 512:
@@ -89,7 +119,9 @@ class StoredMachine(ConversationMachine):
             assert self.live, "exhausted, and nobody holds anything"
             return
         assert found.lookup.hit <= expected
-        assert found.lookup.hit == expected or self.live or self.is_damaged, "what is on disk was not brought back"
+        assert found.lookup.hit == expected or self.live or self.is_damaged, (
+            "what is on disk was not brought back"
+        )
         conversation = Conversation(prompt, found.caches, found.lookup.hit, len(prompt), 20)
         self.look_into(conversation)
         self.feed(conversation)
@@ -123,7 +155,7 @@ class StoredMachine(ConversationMachine):
     def hang_up(self, number: int) -> None:
         self.prefix.discard(self.live.pop(number % len(self.live)).caches)
 
-    # -- memory and disk -----------------------------------------------------------------------------------------------
+    # -- memory and disk ---------------------------------------------------------------------------
 
     @rule(n_bytes=st.sampled_from([0, 20_000, 60_000]))
     def evict(self, n_bytes: int) -> None:
@@ -136,17 +168,19 @@ class StoredMachine(ConversationMachine):
 
     @rule(limit=st.sampled_from([1, 20_000, None]), flush=st.booleans())
     def write_behind(self, limit: int | None, flush: bool) -> None:
-        assert self.prefix.stored is not None
+        assert isinstance(self.prefix.stored, StoredPrefixes)
         self.prefix.stored.write_behind(limit)
         if flush:
             assert self.store.flush()
 
     @rule()
     def write_tails(self) -> None:
-        assert self.prefix.stored is not None
+        assert isinstance(self.prefix.stored, StoredPrefixes)
         self.prefix.stored.write_tails()
 
-    @rule(number=st.integers(0, 1000), how=st.sampled_from(sorted(DAMAGES)), seed=st.integers(0, 1000))
+    @rule(
+        number=st.integers(0, 1000), how=st.sampled_from(sorted(DAMAGES)), seed=st.integers(0, 1000)
+    )
     def damage(self, number: int, how: str, seed: int) -> None:
         assert self.store.flush()
         files = record_files(self.folder)
@@ -175,16 +209,16 @@ class StoredMachine(ConversationMachine):
             # A record whose parent was lost to damage, and is there again, is known again.
             assert before == now or (self.has_orphans and before < now)
 
-    # -- what always holds ---------------------------------------------------------------------------------------------
+    # -- what always holds -------------------------------------------------------------------------
 
     @invariant()
     def what_is_on_disk_can_be_reached(self) -> None:
         for node in self.prefix.index.trie:
             parent = node.parent
             assert parent is not None
-            assert not node.residency.on_disk or parent.parent is None or parent.residency.on_disk, (
-                f"the parent of {node.start} is not on disk"
-            )
+            assert (
+                not node.residency.on_disk or parent.parent is None or parent.residency.on_disk
+            ), f"the parent of {node.start} is not on disk"
             assert not node.residency.on_disk or Key(RECORD, node.hash) in self.store
             assert node.residency.in_memory or node.residency.on_disk
 
@@ -194,7 +228,10 @@ class StoredMachine(ConversationMachine):
         assert self.store.report()["bytes"] <= self.config["store_bytes"]
         if not self.is_damaged:
             index = dict(self.store._index._sizes)
-            found = {p.relative_to(self.folder).as_posix(): p.stat().st_size for p in record_files(self.folder)}
+            found = {
+                p.relative_to(self.folder).as_posix(): p.stat().st_size
+                for p in record_files(self.folder)
+            }
             assert index == found
             assert temporaries(self.folder) == []
             assert self.store.counts["quarantined"] == self.store.counts["failed"] == 0

@@ -1,4 +1,6 @@
-"""StoredPrefixes: what is written and when, what is brought back, and what becomes of nodes that go meanwhile."""
+"""StoredPrefixes: what is written and when, what is brought back, and what becomes of nodes that
+go meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, compu
 
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.prefix.salts import SHARED, salt_of, salt_of_import
+from mlx_blockpool.prefix.salts import SHARED, salt_of
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
-from mlx_blockpool.store.record import header_size
+from mlx_blockpool.store.record import Key, header_size
 from mlx_blockpool.tier import write_behind
 
-# -- written -----------------------------------------------------------------------------------------------------------
+# -- written ---------------------------------------------------------------------------------------
 
 
 def test_full_blocks_are_written_behind_and_tails_when_nothing_is_asked(tmp_path: Path) -> None:
@@ -43,6 +45,43 @@ def test_no_more_is_copied_between_two_steps_than_allowed(tmp_path: Path) -> Non
     answer(life.prefix, ONE)
     life.stored.write_behind()
     assert life.on_disk(ONE) == [True, True, False, False, False, False]
+
+
+def test_a_long_prefix_is_written_without_a_walk_over_its_beginning_for_each_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block adds a key to those of the path, and the records of the path count as used once
+    they are all written.
+    """
+    made: list[Key] = []
+    touched: list[int] = []
+    monkeypatch.setattr(write_behind, "Key", lambda *args: made.append(Key(*args)) or made[-1])
+    life = start(tmp_path, step_bytes=1)
+    monkeypatch.setattr(life.store, "touch", lambda keys: touched.append(len(list(keys))))
+    prompt, blocks = list(range(40 * 256)), 40
+    answer(life.prefix, prompt)
+    for _ in range(blocks + 1):
+        life.stored.write_behind()
+    assert life.on_disk(prompt) == [True] * blocks
+    assert len(made) <= 3 * blocks
+    assert touched == [1, blocks]
+
+
+def test_the_beginning_of_a_path_outlives_its_end_where_several_are_written_by_turns(
+    tmp_path: Path,
+) -> None:
+    """The store has room for ten blocks, and fifteen are written."""
+    life = start(tmp_path, step_bytes=1, store_bytes=10 * FILE)
+    prompts = [list(range(n, n + 5 * 256)) for n in (0, 100_000, 200_000)]
+    for end in range(256, 1281, 256):
+        for prompt in prompts:
+            answer(life.prefix, prompt[:end])
+            life.write()
+    assert life.store.flush()
+    found = [life.on_disk(prompt) for prompt in prompts]
+    assert 8 <= sum(map(sum, found)) <= 10
+    for on_disk in found:
+        assert on_disk == sorted(on_disk, reverse=True), "the beginning is on disk where its end is"
 
 
 def test_a_tail_that_went_on_leaves_no_file_behind(tmp_path: Path) -> None:
@@ -68,7 +107,9 @@ def test_a_shutdown_writes_everything_through_the_smallest_queue(tmp_path: Path)
         answer(life.prefix, prompt)
     assert life.prefix.close()
     again = start(tmp_path)
-    assert [again.acquired([*prompt, 1]) for prompt in prompts] == [len(prompt) for prompt in prompts]
+    assert [again.acquired([*prompt, 1]) for prompt in prompts] == [
+        len(prompt) for prompt in prompts
+    ]
 
 
 def test_a_shutdown_waits_for_a_queue_that_is_full(tmp_path: Path, gated: GatedDisk) -> None:
@@ -81,7 +122,9 @@ def test_a_shutdown_waits_for_a_queue_that_is_full(tmp_path: Path, gated: GatedD
     assert start(tmp_path).acquired([*ONE, 1]) == len(ONE)
 
 
-def test_a_shutdown_that_runs_out_of_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_that_runs_out_of_time_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     life, clock = start(tmp_path, queue_bytes=1), [0.0]
     for n in range(1, 4):
         answer(life.prefix, list(family(n, 2 * BLOCK)))
@@ -108,10 +151,12 @@ def test_one_that_is_larger_than_the_budget_does_not_stop_the_others(tmp_path: P
     assert life.stored.report()["pending"] == 0
 
 
-# -- whose blocks have gone --------------------------------------------------------------------------------------------
+# -- whose blocks have gone ------------------------------------------------------------------------
 
 
-def test_blocks_of_a_prefix_that_was_forgotten_are_not_written_under_its_name(tmp_path: Path) -> None:
+def test_blocks_of_a_prefix_that_was_forgotten_are_not_written_under_its_name(
+    tmp_path: Path,
+) -> None:
     """They are somebody else's by then."""
     life = start(tmp_path, pool=8 * 8192)
     answer(life.prefix, ONE)
@@ -147,7 +192,9 @@ def brought_back(folder: Path, gated: GatedDisk, meanwhile: Callable[[Life], Non
     return life
 
 
-def test_what_was_forgotten_is_not_brought_back_into_the_trie(tmp_path: Path, gated: GatedDisk) -> None:
+def test_what_was_forgotten_is_not_brought_back_into_the_trie(
+    tmp_path: Path, gated: GatedDisk
+) -> None:
     life = brought_back(tmp_path, gated, lambda life: life.prefix.clear())
     life.prefix.check()
     assert life.stored.restores.num_restored == 0
@@ -161,7 +208,7 @@ def test_what_was_computed_meanwhile_is_not_overwritten(tmp_path: Path, gated: G
     assert life.acquired([*ONE, 1]) == len(ONE)
 
 
-# -- brought back ------------------------------------------------------------------------------------------------------
+# -- brought back ----------------------------------------------------------------------------------
 
 
 def test_what_is_still_in_the_queue_comes_back_from_there(tmp_path: Path, gated: GatedDisk) -> None:
@@ -292,12 +339,14 @@ def test_what_was_forgotten_before_the_end_is_gone_from_the_disk(tmp_path: Path)
     assert record_files(tmp_path) == []
 
 
-# -- under salts -------------------------------------------------------------------------------------------------------
+# -- under salts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [SPEC, WINDOWED], ids=["full", "windowed"])
-def test_what_is_under_a_salt_comes_back_under_it_alone(spec: ModelCacheSpec, tmp_path: Path) -> None:
-    life, salt = start(tmp_path, spec=spec), salt_of_import()
+def test_what_is_under_a_salt_comes_back_under_it_alone(
+    spec: ModelCacheSpec, tmp_path: Path
+) -> None:
+    life, salt = start(tmp_path, spec=spec), salt_of("two")
     answer(life.prefix, ONE)
     once = len(record_files(tmp_path))
     assert life.prefix.look(ONE, salt).cause == "new"
@@ -307,7 +356,10 @@ def test_what_is_under_a_salt_comes_back_under_it_alone(spec: ModelCacheSpec, tm
     assert len(record_files(tmp_path)) % 2 == once % 2 == 0
     again = start(tmp_path, spec=spec)
     again.prefix.check()
-    paths = [again.prefix.index.trie.match(ONE, each).detached() for each in (SHARED, salt, salt_of("one"))]
+    paths = [
+        again.prefix.index.trie.match(ONE, each).detached()
+        for each in (SHARED, salt, salt_of("one"))
+    ]
     assert [path.tokens for path in paths] == [len(ONE), len(ONE), 0]
     assert not set(paths[0].hashes) & set(paths[1].hashes)
     found = again.prefix.acquire([*ONE, 1], 1, salt=salt)

@@ -1,1 +1,3 @@
-"""`mlx-blockpool doctor`: what fits, what was measured on this device, and what to do about the rest."""
+"""`mlx-blockpool doctor`: what fits, what was measured on this device, and what to do about the
+rest.
+"""

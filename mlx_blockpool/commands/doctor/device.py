@@ -1,6 +1,8 @@
-"""What is measured on this device: decode steps, decode paths, the disk; and what the device gives to a process.
+"""Measurements on this device: decode steps, decode paths and the disk; and the memory that it
+allows a process.
 
-Imports mlx where it measures, so that the doctor can say what is wrong with an installation without it.
+Imports mlx in the functions that measure, so that the doctor can report on an installation without
+it.
 """
 
 from __future__ import annotations
@@ -9,23 +11,23 @@ import importlib
 import os
 import random
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import IO, Any
 
 from ...formatting import human_bytes
+from ...model_files.device import memory_bytes
 from ...store.paths import default_folder
-from ...system import memory_bytes
 from .finding import Finding
 
 PREFIX, TAIL, MEMBERS = 1024, 64, 8
 STEPS, ROUNDS = 4, 3
-PATHS = ("ragged", "shared", "padded")
-# Another path has to be this much faster to be worth an option.
+PATHS = ("ragged", "shared")
+# Another path must be this many times as fast to be worth an option.
 CLEARLY = 1.15
 DISK_BYTES = 64 << 20
 PIECE_BYTES = 4 << 20
-# macOS: reads and writes of a file that leave its cache out.
+# macOS: reads and writes of a file that bypass its cache.
 F_NOCACHE = 48
 
 
@@ -39,16 +41,25 @@ def device() -> list[Finding]:
     found = [Finding("device", "ok", text, figures={"memory_bytes": memory, **info})]
     recommended = info.get("max_recommended_working_set_size")
     if not mx.metal.is_available() or not isinstance(recommended, int):
-        return [*found, Finding("wired limit", "note", "This device wires no memory: --wired-limit has no effect.")]
-    text = f"macOS may wire {human_bytes(recommended)}; --wired-limit auto takes that."
-    advice = "Larger models need a larger limit: sudo sysctl iogpu.wired_limit_mb=N. --wired-limit off after kernel panics."
+        return [
+            *found,
+            Finding(
+                "wired limit", "note", "This device wires no memory: --wired-limit has no effect."
+            ),
+        ]
+    text = f"macOS may wire {human_bytes(recommended)}, which --wired-limit auto uses."
+    advice = (
+        "Larger models need a larger limit: sudo sysctl iogpu.wired_limit_mb=N. --wired-limit off "
+        "after kernel panics."
+    )
     return [*found, Finding("wired limit", "ok", text, advice, {"recommended_bytes": recommended})]
 
 
 def decode() -> list[Finding]:
-    """Measure whether a step in flight copies slabs, and which decode path is the fastest for agents on one shared prefix.
+    """Measure whether a step in flight copies slabs, and which decode path is the fastest for
+    agents on one shared prefix.
 
-    The kernel is one of the paths where it was tried and is right.
+    The kernel is one of the paths if it was tried and is correct.
     """
     import mlx.core as mx
 
@@ -62,12 +73,14 @@ def decode() -> list[Finding]:
     draw = random.Random(0)
     shared = [draw.randrange(1, 500) for _ in range(PREFIX)]
     for i in range(MEMBERS):
-        engine.insert(Request([*shared, *(draw.randrange(1, 500) for _ in range(TAIL * (i + 1)))], 10_000))
+        engine.insert(
+            Request([*shared, *(draw.randrange(1, 500) for _ in range(TAIL * (i + 1)))], 10_000)
+        )
     decoding: set[int] = set()
     while len(decoding) < MEMBERS:
         decoding |= {event.uid for event in engine.next() if isinstance(event, Token)}
     chosen = _chosen(engine, arena)
-    paths = PATHS if arena.decode.no_kernel else (*PATHS, "kernel")
+    paths = PATHS if arena.capabilities.no_kernel else (*PATHS, "kernel")
     times: dict[str, list[float]] = {path: [] for path in paths}
     for _ in range(ROUNDS):
         for path in paths:
@@ -77,11 +90,15 @@ def decode() -> list[Finding]:
             for _ in range(STEPS):
                 engine.next()
             times[path].append((time.perf_counter() - start) / STEPS * 1000)
-    copies = arena.decode.synchronous
+    copies = arena.capabilities.synchronous
     engine.close()
     mx.clear_cache()
     fastest = _fastest({path: min(found) for path, found in times.items()}, chosen)
-    return [_copies(copies), _kernel(arena.decode.no_kernel, arena.decode.launch is not None), fastest]
+    return [
+        _copies(copies),
+        _kernel(arena.capabilities.no_kernel, arena.decode.launch is not None),
+        fastest,
+    ]
 
 
 def _tiny_model() -> Any:
@@ -89,8 +106,19 @@ def _tiny_model() -> Any:
     import mlx.core as mx
 
     llama = importlib.import_module("mlx_lm.models.llama")
-    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "num_attention_heads": 8}
-    config = {"model_type": "llama", **sizes, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "intermediate_size": 768,
+        "num_attention_heads": 8,
+    }
+    config = {
+        "model_type": "llama",
+        **sizes,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 512,
+    }
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(config))
     model.set_dtype(mx.float16 if mx.metal.is_available() else mx.float32)
@@ -99,7 +127,7 @@ def _tiny_model() -> Any:
 
 
 def _chosen(engine: Any, arena: Any) -> str:
-    """The path that the server takes for this batch, by what it has measured at the start."""
+    """The path that the server chooses for this batch by its measurements at the start."""
     arena.decode.path_counts.clear()
     engine.next()
     ((path, _),) = arena.decode.path_counts.most_common(1)
@@ -108,68 +136,89 @@ def _chosen(engine: Any, arena: Any) -> str:
 
 def _copies(copies: bool) -> Finding:
     if copies:
-        text = "A decode step that is encoded while another runs would copy slabs: steps run one at a time here."
+        text = (
+            "A decode step that is encoded while another runs would copy slabs: steps run one at "
+            "a time here."
+        )
         return Finding("steps in flight", "note", text, figures={"copies": True})
-    return Finding("steps in flight", "ok", "Decode steps overlap and copy no slab.", figures={"copies": False})
+    return Finding(
+        "steps in flight", "ok", "Decode steps overlap and copy no slab.", figures={"copies": False}
+    )
 
 
 def _kernel(refusals: dict[int, str], has_kernels: bool) -> Finding:
-    """Whether the kernel of this device is right."""
+    """Report whether the kernel of this device is correct."""
     if not refusals:
-        text = "The kernel for decode steps gives what mlx's own operations give here. A server takes it where it is faster."
+        text = (
+            "The kernel for decode steps gives the results of mlx's own operations here. A server "
+            "uses it where it is faster."
+        )
         return Finding("kernel", "ok", text, figures={"trusted": True})
-    text = f"Decode steps do without the kernel: {'; '.join(sorted(set(refusals.values())))}."
+    text = f"Decode steps do not use the kernel: {'; '.join(sorted(set(refusals.values())))}."
     figures = {"trusted": False, "why": sorted(set(refusals.values()))}
     if not has_kernels:
         return Finding("kernel", "note", text, figures=figures)
-    advice = "Replies are right without it. Report this line, with the versions above."
+    advice = "Replies are correct without it. Report this line, with the versions above."
     return Finding("kernel", "warning", text, advice, figures)
 
 
 def _fastest(milliseconds: dict[str, float], chosen: str) -> Finding:
     best = min(milliseconds, key=lambda path: milliseconds[path])
     shown = ", ".join(f"{path} {value:.1f} ms" for path, value in milliseconds.items())
-    figures: dict[str, Any] = {"milliseconds": {p: round(v, 2) for p, v in milliseconds.items()}, "chosen": chosen, "best": best}
-    text = f"A step of {MEMBERS} sequences on a prefix of {PREFIX:,} tokens: {shown}. The server takes {chosen}."
+    figures: dict[str, Any] = {
+        "milliseconds": {p: round(v, 2) for p, v in milliseconds.items()},
+        "chosen": chosen,
+        "best": best,
+    }
+    text = (
+        f"A step of {MEMBERS} sequences on a prefix of {PREFIX:,} tokens: {shown}. The server "
+        f"uses {chosen}."
+    )
     if milliseconds[chosen] <= CLEARLY * milliseconds[best]:
         return Finding("decode path", "ok", text, figures=figures)
-    advice = f"Try serve --decode-path {best}, and send in the file of doctor --bench: the server has measured otherwise."
+    advice = (
+        f"Try serve --decode-path {best}, and report this line: the server has measured otherwise."
+    )
     return Finding("decode path", "warning", text, advice, figures)
 
 
 def disk(folder: Path | None) -> list[Finding]:
-    """How fast the store's disk is, with one file that is removed again."""
+    """Measure how fast the store's disk is, with a temporary file."""
     root = folder or default_folder()
     existing = next(path for path in (root, *root.parents) if path.is_dir())
-    path = existing / f".doctor-{os.getpid()}.tmp"
-    data = os.urandom(PIECE_BYTES)
     try:
-        written = DISK_BYTES / _write(path, data)
-        read = DISK_BYTES / _read(path)
+        with NamedTemporaryFile(dir=existing, prefix=".doctor-") as file:
+            written = DISK_BYTES / _write(file, os.urandom(PIECE_BYTES))
+            read = DISK_BYTES / _read(Path(file.name))
     except OSError as error:
-        text = f"Nothing can be kept on disk: a file in {existing} cannot be written ({error.strerror})."
-        return [Finding("disk speed", "warning", text, "Give --store-dir a folder that you can write to.")]
-    finally:
-        with suppress(OSError):
-            path.unlink()
-    text = f"The store's disk writes {human_bytes(int(written))} and reads {human_bytes(int(read))} per second."
+        text = (
+            f"The store cannot be written: no file can be created in {existing} ({error.strerror})."
+        )
+        return [
+            Finding(
+                "disk speed", "warning", text, "Give --store-dir a folder that you can write to."
+            )
+        ]
+    text = (
+        f"The store's disk writes {human_bytes(int(written))} and reads {human_bytes(int(read))} "
+        "per second."
+    )
     figures = {"write_bytes_per_s": round(written), "read_bytes_per_s": round(read)}
     return [Finding("disk speed", "ok", text, figures=figures)]
 
 
-def _write(path: Path, data: bytes) -> float:
-    """Seconds until all of a file of DISK_BYTES is on the disk."""
+def _write(file: IO[bytes], data: bytes) -> float:
+    """Seconds to write and sync DISK_BYTES of a file."""
     start = time.perf_counter()
-    with path.open("xb") as file:
-        for _ in range(DISK_BYTES // len(data)):
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    for _ in range(DISK_BYTES // len(data)):
+        file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
     return time.perf_counter() - start
 
 
 def _read(path: Path) -> float:
-    """Seconds for reading it again, past the system's cache where the system lets us."""
+    """Seconds to read the file, bypassing the system's cache where the system allows it."""
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

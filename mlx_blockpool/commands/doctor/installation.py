@@ -1,4 +1,7 @@
-"""What is installed and whether it fits: versions, the patch, the store, the port. Computes nothing on the device."""
+"""Checks of the installation: versions, the patch, the store, the port.
+
+Computes nothing on the device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from packaging.requirements import Requirement
 from ... import __version__, mlx_lm_compat
 from ...config import StoreConfig
 from ...formatting import human_bytes
-from ...store.paths import default_folder
+from ...model_files.device import mlx_problem
+from ...store.paths import check_usable, default_folder
 from .. import patch, store
 from .finding import Finding
 
@@ -26,17 +30,38 @@ SECONDS = 2.0
 
 
 def versions() -> list[Finding]:
-    """The installed versions against those that the package needs, and the names that it takes from mlx-lm."""
+    """Compare the installed versions with those that the package needs, and check the names that
+    it imports from mlx-lm.
+    """
     needed = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
     found = {each.name: _version(each.name) for each in needed if each.marker is None}
     wrong = [each for each in needed if each.marker is None and not _fits(each, found[each.name])]
-    figures = {PACKAGE: __version__, "python": platform.python_version(), "system": platform.platform(), **found}
+    figures = {
+        PACKAGE: __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        **found,
+    }
     shown = ", ".join(f"{name} {figures[name]}" for name in (PACKAGE, "python", "mlx", "mlx-lm"))
     if not wrong:
-        return [Finding("versions", "ok", f"{shown}, on {figures['system']}.", figures=figures), _names()]
-    texts = [f"{each.name} {found[each.name] or 'is missing'}, needed {each.specifier or 'any'}" for each in wrong]
+        return [
+            Finding("versions", "ok", f"{shown}, on {figures['system']}.", figures=figures),
+            *_imports(),
+        ]
+    texts = [
+        f"{each.name} {found[each.name] or 'is missing'}, needed {each.specifier or 'any'}"
+        for each in wrong
+    ]
     command = " ".join(f"'{each.name}{each.specifier}'" for each in wrong)
-    return [Finding("versions", "problem", f"{shown}. These do not fit: {'; '.join(texts)}.", f"pip install {command}", figures)]
+    return [
+        Finding(
+            "versions",
+            "problem",
+            f"{shown}. These do not fit: {'; '.join(texts)}.",
+            f"pip install {command}",
+            figures,
+        )
+    ]
 
 
 def _version(name: str) -> str | None:
@@ -50,6 +75,14 @@ def _fits(needed: Requirement, version: str | None) -> bool:
     return version is not None and needed.specifier.contains(version, prereleases=True)
 
 
+def _imports() -> list[Finding]:
+    """Check that mlx can be imported, and that mlx-lm has every name that the package imports
+    from it.
+    """
+    problem = mlx_problem()
+    return [_names()] if problem is None else [Finding("mlx", "problem", *problem)]
+
+
 def _names() -> Finding:
     """Check that mlx-lm has every name that the package imports from it."""
     missing = []
@@ -60,8 +93,14 @@ def _names() -> Finding:
             missing.append(mlx_lm_compat.EXPORTS[name])
     if missing:
         advice = f"pip install --force-reinstall 'mlx-lm{mlx_lm_compat.SUPPORTED}'"
-        return Finding("mlx-lm", "problem", f"mlx-lm lacks {', '.join(missing)}.", advice, {"missing": missing})
-    return Finding("mlx-lm", "ok", f"mlx-lm has all {len(mlx_lm_compat.EXPORTS)} names that the package imports.")
+        return Finding(
+            "mlx-lm", "problem", f"mlx-lm lacks {', '.join(missing)}.", advice, {"missing": missing}
+        )
+    return Finding(
+        "mlx-lm",
+        "ok",
+        f"mlx-lm has all {len(mlx_lm_compat.EXPORTS)} names that the package imports.",
+    )
 
 
 def patch_state() -> list[Finding]:
@@ -69,30 +108,58 @@ def patch_state() -> list[Finding]:
     found = patch.status()
     is_broken = bool({"changed", "missing"} & {found.state, *found.files.values()})
     words = patch.describe(found).splitlines()
-    return [Finding("patch", "problem" if is_broken else "ok", f"{words[0]}.", words[-1], {"state": found.state})]
+    return [
+        Finding(
+            "patch",
+            "problem" if is_broken else "ok",
+            f"{words[0]}.",
+            words[-1],
+            {"state": found.state},
+        )
+    ]
 
 
 def store_state(folder: Path | None) -> list[Finding]:
-    """The records on disk by name, length and header, and the free space beside them."""
+    """The records on disk by name, length and header, and the free space.
+
+    Raises StoreError if serve would refuse the folder.
+    """
     root = folder or default_folder()
+    check_usable(root)
     existing = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     figures = {"folder": str(root), "free_bytes": free}
     if not root.is_dir():
-        return [Finding("store", "ok", f"{root} does not exist yet; the server makes it.", figures=figures), _space(free)]
+        return [
+            Finding(
+                "store", "ok", f"{root} does not exist yet; the server creates it.", figures=figures
+            ),
+            _space(free),
+        ]
     report = store.check(root)
     figures |= {key: report[key] for key in ("records", "bytes", "clean")}
     text = store.describe_check(report).splitlines()[-1]
     if report["clean"]:
         return [Finding("store", "ok", f"{root}: {text}", figures=figures), _space(free)]
-    return [Finding("store", "warning", f"{root}: {text}", "mlx-blockpool store check --fix", figures), _space(free)]
+    return [
+        Finding("store", "warning", f"{root}: {text}", "mlx-blockpool store check --fix", figures),
+        _space(free),
+    ]
 
 
 def _space(free: int) -> Finding:
-    needed = StoreConfig.min_free_bytes
+    needed = StoreConfig().min_free_bytes
     if free < needed:
-        text = f"{human_bytes(free)} are free on the store's disk; nothing is stored below {human_bytes(needed)}."
-        return Finding("disk space", "warning", text, "Free some space, or give --store-dir a folder on another disk.")
+        text = (
+            f"{human_bytes(free)} are free on the store's disk; nothing is stored below "
+            f"{human_bytes(needed)}."
+        )
+        return Finding(
+            "disk space",
+            "warning",
+            text,
+            "Free some space, or give --store-dir a folder on another disk.",
+        )
     return Finding("disk space", "ok", f"{human_bytes(free)} are free on the store's disk.")
 
 
@@ -104,24 +171,49 @@ def port_state(port: int) -> list[Finding]:
             probe.bind((HOST, port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                return [Finding("port", "problem", f"Cannot listen on port {port}: {error}.", "Choose another: --port N.")]
+                return [
+                    Finding(
+                        "port",
+                        "problem",
+                        f"Cannot listen on port {port}: {error}.",
+                        "Choose another: --port N.",
+                    )
+                ]
         else:
             return [Finding("port", "ok", f"Port {port} is free.", figures={"port": port})]
     if _is_ours(port):
         text = f"A server of mlx-blockpool answers on port {port}."
-        return [Finding("port", "note", text, f"mlx-blockpool top --url http://{HOST}:{port}", {"port": port})]
+        return [
+            Finding(
+                "port",
+                "note",
+                text,
+                f"mlx-blockpool top --url http://{HOST}:{port}",
+                {"port": port},
+            )
+        ]
     text = f"Another program uses port {port}."
-    return [Finding("port", "problem", text, f"Give serve another one: --port {port + 1}", {"port": port})]
+    return [
+        Finding(
+            "port", "problem", text, f"Give serve another one: --port {port + 1}", {"port": port}
+        )
+    ]
 
 
 def _is_ours(port: int) -> bool:
-    """Return whether it is our server that listens on a port."""
+    """Return whether our server listens on a port."""
     connection = http.client.HTTPConnection(HOST, port, timeout=SECONDS)
     try:
-        # It needs no key.
+        # It needs no key. The body is the same as that of mlx-lm's server, which does not send
+        # X-Request-Id.
         connection.request("GET", "/health")
-        found = json.loads(connection.getresponse().read())
-        return isinstance(found, dict) and {"status", "doing", "restarts"} <= found.keys()
+        response = connection.getresponse()
+        found = json.loads(response.read())
+        return (
+            isinstance(found, dict)
+            and "status" in found
+            and (response.getheader("X-Request-Id") or "").startswith("req_")
+        )
     except (OSError, http.client.HTTPException, ValueError):
         return False
     finally:

@@ -1,1 +1,1 @@
-"""Agents over HTTP: names for paths, what is done with them, and prompts that are computed at start."""
+"""Agents over HTTP: names for paths, changes to them, and prompts that are computed at start."""

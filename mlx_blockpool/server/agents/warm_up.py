@@ -1,6 +1,8 @@
-"""Prompts that are computed when a server starts, so that the first real request finds them: what --warm-up names.
+"""Prompts that are computed when a server starts, so that the first real request finds them: what
+--warm-up names.
 
-Reads a file before the server listens. Then a thread of its own sends one prompt after the other, as a socket's thread would.
+Reads a file before the server listens. Then a background thread sends one prompt after the other,
+as a socket's thread would.
 """
 
 from __future__ import annotations
@@ -12,16 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
-
 from ...errors import BlockpoolError
-from ..api.errors import StatusError
-from ..bodies import InvalidRequestError
-from ..request import PromptRequest
+from ..api.completions_request import parse
+from ..bodies import Json
+from ..conversation_id import conversation_id
 from ..scope import RequestScope
-from ..validation import Body, Salt, Sampling, Text, dotted, generation_arguments, validated
-from .conversation_id import conversation_id
-from .service import AgentService, checked_name
+from .service import AgentService
 
 log = logging.getLogger(__name__)
 
@@ -29,63 +27,51 @@ log = logging.getLogger(__name__)
 SHOWN = 20
 
 
-class Prompt(Body):
-    """A chat to compute or, without messages, the text `prompt`."""
-
-    messages: list[dict[str, Any]] = Field(default_factory=list)
-    tools: list[Any] | None = None
-    prompt: Text = ""
-    model: Text = "default_model"
-    agent: Text | None = None
-    pin: bool = False
-    cache_salt: Salt | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    role_mapping: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Prompt:
-        if bool(self.messages) == bool(self.prompt) or {"messages", "prompt"} <= self.model_fields_set:
-            raise ValueError('give either "messages" or "prompt", and not empty')
-        if not all(isinstance(message.get("role"), str) for message in self.messages):
-            raise ValueError("a message has no role")
-        return self
+# In place of what a body says of its reply.
+ONE_TOKEN: Json = {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "best_of": 1}
 
 
-def read_prompts(file: Path) -> dict[str, Prompt]:
-    """The prompts of a file, a JSON list or one JSON value on each line, by their places. Raises BlockpoolError for a bad one."""
+def read_prompts(file: Path) -> dict[str, Json]:
+    """The bodies in a file, a JSON value on each line, by their places. Raises BlockpoolError for a
+    bad one.
+
+    A body is one of /v1/chat/completions or /v1/completions with an `agent` and a `pin`, or a text.
+    """
     try:
-        text = file.read_text(encoding="utf-8")
+        # Other ends of lines may stand in JSON's strings.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise BlockpoolError(f"--warm-up: cannot read {file}: {error}. Give a text file.") from error
-    if text.lstrip().startswith("["):
-        items = {f"{file}, item {number}": item for number, item in enumerate(_json(text, str(file)), 1)}
-    else:
-        lines = {f"{file}, line {number}": line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
-        items = {place: _json(line, place) for place, line in lines.items()}
-    return {place: _prompt(item, place) for place, item in items.items()}
+        raise BlockpoolError(
+            f"--warm-up: cannot read {file}: {error}. Write a chat's body as JSON on each line."
+        ) from error
+    places = {
+        f"line {number} of {file}": line for number, line in enumerate(lines, 1) if line.strip()
+    }
+    return {place: _body(line, place) for place, line in places.items()}
 
 
-def _json(text: str, place: str) -> Any:
+def _body(line: str, place: str) -> Json:
     try:
-        return json.loads(text)
+        body = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BlockpoolError(f"--warm-up {place} is no JSON ({error}). Write a chat's body, or a text in quotes.") from error
-
-
-def _prompt(item: Any, place: str) -> Prompt:
-    try:
-        prompt = validated(Prompt, {"prompt": item} if isinstance(item, str) else item, dotted)
-        if prompt.agent is not None:
-            checked_name(prompt.agent)
-    except (InvalidRequestError, StatusError) as error:
-        raise BlockpoolError(f"--warm-up {place}: {error}") from error
-    return prompt
+        raise BlockpoolError(
+            f"--warm-up: cannot read {place}: {error}. Write a chat's body as JSON."
+        ) from error
+    if isinstance(body, str):
+        return {"prompt": body}
+    if not isinstance(body, dict):
+        raise BlockpoolError(
+            f"--warm-up: cannot read {place}: it is neither a chat's body nor a text."
+        )
+    return body
 
 
 class WarmUp:
-    """Computes `prompts`, by their places, with a server's generator. report() may be called from any thread."""
+    """Computes `prompts`, by their places, with a server's generator. report() may be called
+    from any thread.
+    """
 
-    def __init__(self, generator: Any, prompts: dict[str, Prompt]) -> None:
+    def __init__(self, generator: Any, prompts: dict[str, Json]) -> None:
         self._generator = generator
         self._prompts = prompts
         self._done = self._tokens = self._cached = 0
@@ -96,7 +82,9 @@ class WarmUp:
         threading.Thread(target=self._run, name="warm-up", daemon=True).start()
 
     def report(self) -> dict[str, Any]:
-        """The progress: prompts, their tokens, and how many of these were cached before, in memory or on disk."""
+        """The progress: prompts, their tokens, and how many of these were cached before, in
+        memory or on disk.
+        """
         return {
             "prompts": len(self._prompts),
             "done": self._done,
@@ -104,7 +92,9 @@ class WarmUp:
             "failures": self._failures[:SHOWN],
             "tokens": self._tokens,
             "cached_tokens": self._cached,
-            "seconds": round(time.monotonic() - self._began if self._seconds is None else self._seconds, 3),
+            "seconds": round(
+                time.monotonic() - self._began if self._seconds is None else self._seconds, 3
+            ),
             "running": self._seconds is None,
         }
 
@@ -115,33 +105,55 @@ class WarmUp:
             except Exception as error:
                 # The top of a prompt: whatever is wrong with it, the others continue.
                 self._failures = [*self._failures, f"{place}: {error}"]
-                log.warning("warm-up %d of %d failed: %s: %s", number, len(self._prompts), place, error)
+                log.warning(
+                    "warm-up %d of %d failed: %s: %s", number, len(self._prompts), place, error
+                )
                 if not self._generator.generation_available():
                     break
                 continue
-            self._done, self._tokens, self._cached = self._done + 1, self._tokens + tokens, self._cached + cached
-            log.info("warm-up %d of %d: %d tokens, %d of them known", number, len(self._prompts), tokens, cached)
+            self._done, self._tokens, self._cached = (
+                self._done + 1,
+                self._tokens + tokens,
+                self._cached + cached,
+            )
+            log.info(
+                "warm-up %d of %d: %d tokens, %d of them cached",
+                number,
+                len(self._prompts),
+                tokens,
+                cached,
+            )
         self._seconds = time.monotonic() - self._began
 
-    def _compute(self, place: str, prompt: Prompt) -> tuple[int, int]:
-        """Tokens of the prompt, and how many of them were known. Raises what RequestScope.generate() raises."""
+    def _compute(self, place: str, body: Json) -> tuple[int, int]:
+        """Tokens of the prompt, and how many of them were cached.
+
+        Raises what RequestScope.generate_choices() raises.
+        """
         scope = RequestScope(self._generator)
-        scope.options.agent, scope.options.cache_salt = prompt.agent, prompt.cache_salt
-        scope.normalisers = scope.generator.normalisers.default
-        kind = "chat" if prompt.messages else "text"
-        request = PromptRequest(kind, prompt.prompt, prompt.messages, prompt.tools, prompt.role_mapping)
-        if prompt.agent is None and not prompt.messages:
-            text = [{"role": "user", "content": prompt.prompt}]
-            scope.options.conversation = conversation_id([prompt.model], text, scope.generator.normalisers, prompt.cache_salt)
-        options = self._generator.cli_args
-        arguments = generation_arguments(Sampling(model=prompt.model), options, 1, [], prompt.chat_template_kwargs)
+        parsed = parse(body | ONE_TOKEN, self._generator.cli_args, "messages" in body)
+        scope.parse_headers({}, body, ("agent",))
+        scope.take_options({}, parsed.body)
+        if scope.options.agent is None and "messages" not in body:
+            # Chats get their names from what they say.
+            text, known = [{"role": "user", "content": body["prompt"]}], self._generator.normalisers
+            scope.options.conversation = conversation_id(
+                [parsed.arguments.model.model], text, known, scope.options.cache_salt
+            )
         try:
-            context, responses = scope.generate(request, arguments)
-            for _ in responses:
-                pass
+            context, *parts = [
+                part for _, part in scope.generate_choices(parsed.request, parsed.arguments)
+            ]
         finally:
             scope.pixels.release()
+        for part in (context, *parts):
+            if isinstance(part, Exception):
+                raise part
         name = scope.options.name
-        if prompt.pin and name is not None and not AgentService(scope).pin(name)["pinned_in_memory"]:
+        if (
+            body.get("pin")
+            and name is not None
+            and not AgentService(scope).pin(name)["pinned_in_memory"]
+        ):
             log.warning("warm-up: %s: no more can be pinned in memory", place)
         return len(context.prompt), context.prompt_cache_count

@@ -1,1 +1,3 @@
-"""The protocols: requests parsed into one neutral form, and replies rendered from one stream of events."""
+"""The protocols: requests parsed into one neutral form, and replies rendered from one stream of
+events.
+"""

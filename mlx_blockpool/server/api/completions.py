@@ -1,246 +1,232 @@
-"""POST /v1/chat/completions and /v1/completions: chats have tool_choice, and text that is cut as in the other protocols.
+"""POST /v1/chat/completions and /v1/completions: the endpoint, and the rendering of each choice and
+of the whole response.
 
-Space around calls and thinking belongs to the template: a client that sends it back would have it twice in the next prompt.
-For one request, on the socket's thread.
+Space around calls and thinking belongs to the template: a client that sends it back would have it
+twice in the next prompt. For one request, on the socket's thread.
 """
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import Iterable
-from contextlib import closing
-from dataclasses import replace
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import AfterValidator, Field
-
-from ...config import RequestConfig
-from ...forms.wanted import Wanted
-from ...mlx_lm_compat import image_parts
-from ..bodies import InvalidRequestError
-from ..request import ChatRequest, ParsedRequest, PromptRequest
+from ...errors import FormError, UnavailableError
+from ..access import COMPLETIONS, cause_of
+from ..bodies import InvalidRequestError, Json, StatusError
+from ..request import ChatRequest, ParsedRequest
 from ..scope import retention_of
-from ..validation import (
-    AllSampling,
-    Body,
-    Int,
-    List,
-    Object,
-    Positive,
-    Text,
-    TextOr,
-    generation_arguments,
-    validated,
-)
-from .completions_reply import ChatRenderer, ChoicesRenderer, TextRenderer, keepalive
+from .completions_request import parse
 from .endpoint import Endpoint
-from .errors import StatusError
-from .formats import PLAIN, ChatReplyFormat, StructuredOutputs, Texts, choice_form, json_form, only_form, text_form
-from .reply import Json, Packet
-from .tools import ToolChoice, calls_of, held_tools, strict_places, tools_named
+from .errors import openai_answer, openai_error
+from .logprobs import in_lists
+from .reply import Call, Event, Packet, PieceRenderer, Renderer, StopReason, Text, call_id
 
 
-def _has_role(message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise ValueError("Input should have a role, which is a string")
-    return message
+@dataclass(frozen=True)
+class Packets:
+    """Makes the packets of one response.
+
+    head:  the fields that all of them have. said: the field of a choice that has its content.
+    """
+
+    head: Json
+    said: str
+
+    def choice(self, index: int, reason: str | None, text: str = "", **more: Any) -> Json:
+        """A choice as it stands in a packet or in the whole response.
+
+        `more`: further fields of a chat's message.
+        """
+        if self.said == "text":
+            return {"index": index, "finish_reason": reason, "text": text}
+        content = {"content": text or None} if text or self.said == "message" else {}
+        message = {
+            "role": "assistant",
+            **content,
+            **{name: value for name, value in more.items() if value},
+        }
+        return {"index": index, "finish_reason": reason, self.said: message}
+
+    def packet(self, choice: Json) -> Json:
+        return {**self.head, "choices": [choice]}
 
 
-Message = Annotated[Object, AfterValidator(_has_role)]
+class ChoiceRenderer(PieceRenderer):
+    """Renders one choice: its packets for a stream, or else the choice as it stands in the
+    response.
+    """
+
+    def __init__(self, parsed: ParsedRequest, context: Any, index: int, packets: Packets) -> None:
+        super().__init__(parsed, context, keeps_space=True)
+        self._index, self._packets = index, packets
+
+    def _choice(self, reason: str | None, text: str = "", **more: Any) -> Json:
+        choice = self._packets.choice(self._index, reason, text, **more)
+        if self._logprobs is not None:
+            choice["logprobs"] = self._shown(self._logprobs.drain())
+        return choice
+
+    def _packet(self, text: str, reason: str | None = None, **more: Any) -> Json:
+        return self._packets.packet(self._choice(reason, text, **more))
+
+    def _shown(self, entries: list[Json]) -> Json:
+        """Log probabilities in the protocol's shape."""
+        return {"content": entries, "refusal": None}
 
 
-def _is_count_or_flag(logprobs: Any) -> Any:
-    most = RequestConfig.top_logprobs
-    if not isinstance(logprobs, bool) and not (isinstance(logprobs, int) and 0 <= logprobs <= most):
-        raise ValueError(f"Input should be true, false or a number from 0 to {most}; found {logprobs!r:.50}")
-    return logprobs
+class ChatRenderer(ChoiceRenderer):
+    """Renders one choice of a chat."""
 
+    thinking_field = "reasoning"
 
-class StreamOptions(Body):
-    include_usage: bool = False
+    def _called(self, call: Call, index: int) -> Json:
+        return call.openai(call_id(call)) | {"index": index}
 
-
-class CompletionBody(AllSampling):
-    """The fields of both endpoints."""
-
-    stream_options: StreamOptions = StreamOptions()
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
-    stop: TextOr[List[Text]] = ""
-    chat_template_kwargs: Object | None = None
-    n: Annotated[Int, Field(ge=1, le=RequestConfig.choices)] = 1
-    response_format: ChatReplyFormat = PLAIN
-    structured_outputs: StructuredOutputs = StructuredOutputs()
-    guided_json: TextOr[Object] | None = None
-    guided_regex: Text | None = None
-    guided_choice: Texts | None = None
-    guided_grammar: Text | None = None
-    json_schema: TextOr[Object] | None = None
-    grammar: Text | None = None
-
-    @property
-    def num_choices(self) -> int:
-        """The number of choices to generate."""
-        return self.n
-
-    def form(self) -> Wanted | None:
-        """The form of the reply. Raises InvalidRequestError, and SchemaError for a schema that cannot be kept."""
-        return only_form(
-            (
-                self.response_format.wanted("response_format"),
-                self.structured_outputs.wanted("structured_outputs"),
-                json_form(self.guided_json, "guided_json"),
-                text_form("regex", self.guided_regex, "guided_regex"),
-                choice_form(self.guided_choice, "guided_choice"),
-                text_form("grammar", self.guided_grammar, "guided_grammar"),
-                json_form(self.json_schema, "json_schema"),
-                # llama.cpp's clients may send an empty one.
-                text_form("grammar", self.grammar or None, "grammar"),
-            )
+    def _end(self, reason: StopReason) -> Iterable[Packet]:
+        if self._parsed.body.stream:
+            return [self._packet("", reason.openai)]
+        blocks = self.parser.blocks
+        calls = [call.openai(call_id(call)) for call in blocks.calls]
+        self.whole = self._choice(
+            reason.openai, blocks.text, reasoning=blocks.thinking, tool_calls=calls
         )
-
-    def request(self) -> PromptRequest:
-        """Raises InvalidRequestError for fields that do not go together, and SchemaError."""
-        raise NotImplementedError
+        return ()
 
 
-class TextBody(CompletionBody):
-    prompt: Text
-    best_of: Annotated[Int, Field(ge=1, le=RequestConfig.choices)] | None = None
-    logprobs: Annotated[Any, AfterValidator(_is_count_or_flag)] = False
+class TextRenderer(ChoiceRenderer):
+    """Renders one choice of a completion: the text outside of thinking and calls with its space,
+    as mlx-lm's handler does.
+    """
 
-    @property
-    def num_choices(self) -> int:
-        best_of = self.n if self.best_of is None else self.best_of
-        if best_of < self.n:
-            raise InvalidRequestError("best_of", f"Input should be at least n, which is {self.n}; found {best_of}")
-        if best_of > self.n and self.stream:
-            raise InvalidRequestError("best_of", "the best choices are known at their ends; leave out stream, or ask for n alone")
-        return best_of
+    # The text that was not sent, and the characters of the tokens whose log probabilities were.
+    _text = ""
+    _written = 0
 
-    def request(self) -> PromptRequest:
-        return PromptRequest("text", self.prompt, [], None, None, form=self.form())
+    def add(self, response: Any) -> Iterator[Packet]:
+        self._record(response)
+        self._text += "".join(
+            piece.text for piece in self.parser.parse(response) if isinstance(piece, Text)
+        )
+        if self._parsed.body.stream and self._text:
+            yield self._packet(self._text)
+            self._text = ""
 
+    def _render(self, event: Event) -> Iterable[Packet]:
+        return ()
 
-class Function(Body):
-    name: Text
+    def _end(self, reason: StopReason) -> Iterable[Packet]:
+        self.whole = self._choice(reason.openai, self._text)
+        return [self._packets.packet(self.whole)]
 
-
-class NamedTool(Body):
-    type: Literal["function"]
-    function: Function
-
-
-class PredictedText(Body):
-    type: Literal["text"]
-    text: Text
-
-
-class PredictedContent(Body):
-    """OpenAI's Predicted Outputs: text that the client expects in the reply, such as a file that is to be changed."""
-
-    type: Literal["content"]
-    content: TextOr[List[PredictedText]]
-
-    @property
-    def text(self) -> str:
-        """Raises InvalidRequestError for a text that would take too much memory."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        most = RequestConfig.prediction_characters
-        if len(text) > most:
-            raise InvalidRequestError(
-                "prediction.content", f"a prediction may have {most:,} characters; this one has {len(text):,}"
-            )
-        return text
-
-
-class ChatBody(CompletionBody):
-    messages: Annotated[List[Message], Field(min_length=1)]
-    tools: list[Any] = Field(default=[])
-    tool_choice: ToolChoice[NamedTool] = "auto"
-    parallel_tool_calls: bool = True
-    role_mapping: Any = None
-    prediction: PredictedContent | None = None
-
-    def request(self) -> ChatRequest:
-        tools, choice = self.tools, self.tool_choice
-        if isinstance(choice, NamedTool):
-            tools = tools_named(choice.function.name, tools, "tool_choice.function.name")
-        image_at = next((f"messages[{i}]" for i, message in enumerate(self.messages) if any(image_parts([message]))), None)
-        calls = calls_of(choice if isinstance(choice, str) else "required", tools)
-        request = ChatRequest("chat", "", self.messages, tools or None, self.role_mapping, calls=calls, image_at=image_at)
-        request.form, request.prediction = self.form(), "" if self.prediction is None else self.prediction.text
-        request.held = held_tools(tools, calls, strict_places(self.tools), request.form)
-        return request
+    def _shown(self, entries: list[Json]) -> Json:
+        """OpenAI's lists for a client that asks with a number, as its clients do; what a chat
+        has for mlx-lm's `true`.
+        """
+        if isinstance(self._parsed.body.logprobs, bool):
+            return {"content": entries}
+        start, self._written = (
+            self._written,
+            self._written + sum(len(entry["token"]) for entry in entries),
+        )
+        return in_lists(entries, start)
 
 
 class CompletionsEndpoint(Endpoint):
-    """Answers one request of `handler`, which answers itself where a reply fails."""
+    """Chats and completions. A request may have several choices, which fail by themselves."""
 
-    def __init__(self, handler: Any) -> None:
-        super().__init__(handler)
-        self._replies = False
+    _packets: Packets
 
-    def _post(self) -> None:
-        body = self._body()
+    def _parse(self, body: Json, counts: bool) -> ParsedRequest:
+        handler, is_chat = self._handler, self._handler.route.endswith("/chat/completions")
         try:
-            parsed = self._parsed(body)
+            parsed = parse(body, self._scope.cli_args, is_chat)
         except InvalidRequestError as error:
             # As the errors of mlx-lm's own endpoints, these name no param.
             raise StatusError(400, str(error)) from error
-        self._scope.parse_headers(self._handler.headers, body)
-        self._scope.options.retention = retention_of(body)
-        self._scope.take_options(self._handler.headers, parsed.body)
-        self._reply_with_choices(parsed)
-
-    def _parsed(self, body: Json) -> ParsedRequest:
-        """The request, after what its packets have is set in mlx-lm's handler. Raises InvalidRequestError."""
-        is_chat = self._handler.route.endswith("/chat/completions")
-        given = validated(ChatBody if is_chat else TextBody, body)
-        options = self._scope.cli_args
-        most = given.max_completion_tokens or given.max_tokens or options.max_tokens
-        stop_words = [given.stop] if isinstance(given.stop, str) else given.stop
-        template = given.chat_template_kwargs
-        arguments = generation_arguments(given, options, most, stop_words if given.stop else [], template)
-        kind = ("chat.completion.chunk" if given.stream else "chat.completion") if is_chat else "text_completion"
-        vars(self._handler).update(
-            requested_model=given.model,
-            request_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4()}",
-            object_type=kind,
-            stream=given.stream,
-            stream_options=given.stream_options.model_dump(),
-        )
-        if not isinstance(given.logprobs, bool):
-            arguments = replace(arguments, logprobs=True, top_logprobs=given.logprobs)
-        request = given.request()
-        request.choices = given.num_choices
-        one_call = isinstance(given, ChatBody) and (not given.parallel_tool_calls or isinstance(given.tool_choice, NamedTool))
-        return ParsedRequest(request, arguments, given, one_call)
-
-    def _reply_with_choices(self, parsed: ParsedRequest) -> None:
-        """Generate all choices, and send them as a stream or whole."""
-        kind = ChatRenderer if isinstance(parsed.request, ChatRequest) else TextRenderer
-        choices = ChoicesRenderer(self._handler, parsed, kind, parsed.body.n)
         streams = parsed.body.stream
-        with closing(self._scope.generate_choices(parsed.request, parsed.arguments, self._progress)) as parts:
-            for index, part in parts:
-                packets = choices.add(index, part)
-                self._replies = choices.has_begun
-                if streams and self._replies and not self._streams:
-                    self._handler.start_stream(self.stream_type)
-                    self._streams = True
-                self._write_all(packets)
-        last = choices.finish()
-        for reply in choices.replies:
-            self._remember(parsed, reply)
-        self._write_all(last)
-        if not streams:
-            self._handler.send_json(200, choices.whole)
+        head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4()}",
+            "system_fingerprint": handler.system_fingerprint,
+            "object": ("chat.completion.chunk" if streams else "chat.completion")
+            if is_chat
+            else "text_completion",
+            "model": parsed.body.model,
+            "created": handler.created,
+        }
+        self._packets = Packets(head, ("delta" if streams else "message") if is_chat else "text")
+        self._scope.options.retention = retention_of(body)
+        return parsed
 
-    def _keepalive(self, progress: str) -> Iterable[Packet]:
-        return keepalive(progress)
+    def _render(self, parsed: ParsedRequest, context: Any, index: int) -> Renderer:
+        kind = ChatRenderer if isinstance(parsed.request, ChatRequest) else TextRenderer
+        return kind(parsed, context, index, self._packets)
+
+    def _failure_packets(self, parsed: ParsedRequest, index: int) -> Iterable[Packet]:
+        return (
+            [self._packets.packet(self._failed_choice(index))] if parsed.request.choices > 1 else ()
+        )
+
+    def _failed_choice(self, index: int) -> Json:
+        return {**self._packets.choice(index, "error"), **openai_answer(self._errors[index])[1]}
+
+    def _closing_packets(self, parsed: ParsedRequest) -> Iterable[Packet]:
+        usage = {
+            **self._packets.head,
+            "object": "chat.completion",
+            "choices": [],
+            "usage": self._usage(parsed),
+        }
+        return [*([usage] if parsed.body.stream_options.include_usage else []), b"data: [DONE]\n\n"]
+
+    def _response(self, parsed: ParsedRequest) -> Json:
+        """The response.
+
+        Of more choices than the client wants those with the highest mean logprob are shown.
+        """
+        indices = list(range(parsed.request.choices))
+        if parsed.body.n < len(indices):
+            indices = sorted(
+                indices,
+                key=lambda i: math.inf if i in self._errors else -self._choices[i].mean_logprob,
+            )
+        choices = [
+            self._failed_choice(i) if i in self._errors else self._choices[i].whole
+            for i in indices[: parsed.body.n]
+        ]
+        shown = [{**choice, "index": i} for i, choice in enumerate(choices)]
+        return {**self._packets.head, "choices": shown, "usage": self._usage(parsed)}
+
+    def _usage(self, parsed: ParsedRequest) -> Json:
+        """The tokens of the prompt, which all choices have in common, and of all choices."""
+        counts = self._choices[min(self._choices)].usage
+        reply = sum(len(choice.parser.tokens) for choice in self._choices.values())
+        usage = {
+            "prompt_tokens": counts.prompt,
+            "completion_tokens": reply,
+            "total_tokens": counts.prompt + reply,
+            "prompt_tokens_details": {"cached_tokens": counts.cached},
+        }
+        if not parsed.request.prediction:
+            return usage
+        predictions = parsed.request.predictions
+        accepted, rejected = (
+            sum(each.accepted for each in predictions),
+            sum(each.rejected for each in predictions),
+        )
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        return {**usage, "completion_tokens_details": details}
 
     def _error(self, error: Exception) -> tuple[int, Json]:
-        if self._replies:
-            raise error
+        if self._choices and not isinstance(error, UnavailableError | FormError):
+            # The request was served: it is the server that has failed.
+            return 500, openai_error(500, cause_of(error))
         return super()._error(error)
+
+
+ROUTES = tuple(
+    CompletionsEndpoint.route(path, CompletionsEndpoint.reply, "POST", is_explained=True)
+    for path in COMPLETIONS
+)

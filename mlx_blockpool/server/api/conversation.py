@@ -1,28 +1,49 @@
-"""What the translations of all protocols do alike: messages of OpenAI's shape, which mlx-lm's templates take.
+"""Messages in OpenAI's shape, which mlx-lm's templates take: the base of each protocol's
+translation.
 
-Knows no tokens, no sockets.
+Knows no tokens and no sockets.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...messages import Message
+from ...hooks import Message
 
 Part = dict[str, Any]
 
-# What templates know of the efforts that clients name.
-EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+# The efforts that templates take, by those that clients name.
+EFFORTS = {
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
 
 
-def template_arguments(thinks: bool | None, effort: str | None, answers_at_once: bool) -> dict[str, Any]:
-    """Arguments of a chat template, which itself decides what is None. A reply that has its beginning does not think before."""
-    arguments = {"enable_thinking": False if answers_at_once else thinks, "reasoning_effort": EFFORTS.get(effort or "")}
+def template_arguments(
+    thinks: bool | None, effort: str | None, answers_at_once: bool
+) -> dict[str, Any]:
+    """Arguments of a chat template, without those that it decides itself.
+
+    A reply that `answers_at_once` does not think first.
+    """
+    arguments = {
+        "enable_thinking": False if answers_at_once else thinks,
+        "reasoning_effort": EFFORTS.get(effort or ""),
+    }
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-class Conversation:
-    """Collects `messages`. `image_at`: where the first image is."""
+class ChatMessages:
+    """Collects `messages`. `image_at`: the place of the first image in the body.
+
+    item_place: how the protocol writes the place of an item of a list, after that of the list.
+    """
+
+    item_place = "[{}]"
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -37,6 +58,17 @@ class Conversation:
                 message["thinking"] = message["reasoning"]
         return self.messages
 
+    def _content(self, content: str | list[Any], place: str) -> str | list[Part]:
+        """Content, which is text or a list of parts at a `place` of the body."""
+        if isinstance(content, str):
+            return content
+        return [
+            self._part(part, place + self.item_place.format(i)) for i, part in enumerate(content)
+        ]
+
+    def _part(self, part: Any, at: str) -> Part:
+        raise NotImplementedError
+
     def _image(self, url: str, at: str) -> Part:
         self.image_at = self.image_at or at
         return {"type": "image_url", "image_url": {"url": url}}
@@ -49,7 +81,11 @@ class Conversation:
 
     def _call(self, message: Message, called: str, name: str, arguments: dict[str, Any]) -> None:
         self._tools_called[called] = name
-        call = {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
+        call = {
+            "id": called,
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
         message.setdefault("tool_calls", []).append(call)
 
     def _result(self, called: str, content: str | list[Part]) -> Message:

@@ -1,7 +1,7 @@
-"""Errors of both protocols: the status of an exception, and the body that each protocol's clients read.
+"""Errors: the status of an exception, and the body that each protocol's clients read.
 
-Anthropic's clients read {"type": "error", "error": {"type", "message"}, "request_id"}, OpenAI's {"error": {"message", "type",
-"param", "code"}}.
+Anthropic's clients read {"type": "error", "error": {"type", "message"}, "request_id"}, OpenAI's
+{"error": {"message", "type", "param", "code"}}.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...errors import BlockpoolError, FormError, LoadError, PoolExhaustedError, RequestTooLargeError, UnavailableError
+from ...errors import (
+    FormError,
+    LoadError,
+    PoolExhaustedError,
+    RequestTooLargeError,
+    TooManyRequestsError,
+    UnavailableError,
+)
 from ..access import COMPLETIONS
-from ..bodies import InvalidRequestError
+from ..bodies import InvalidRequestError, StatusError
 
 ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    411: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
@@ -27,10 +32,12 @@ ANTHROPIC_TYPES = {
 }
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 OTHER_TYPE = "invalid_request_error"
-# The first that fits an exception has its statuses: Anthropic's, where only the server's own failures are 5xx, and OpenAI's.
+# The first that fits an exception has its statuses: Anthropic's, where only the server's own
+# failures are 5xx, and OpenAI's.
 STATUSES: tuple[tuple[type[Exception], int, int], ...] = (
     (PoolExhaustedError, 529, 503),
     (LoadError, 529, 503),
+    (TooManyRequestsError, 429, 429),
     (UnavailableError, 503, 503),
     (OSError, 404, 404),
     (RecursionError, 400, 400),
@@ -40,14 +47,6 @@ STATUSES: tuple[tuple[type[Exception], int, int], ...] = (
 INDEX = re.compile(r"\[(\d+)\]")
 # OpenAI's endpoints whose errors are raised outside of an Endpoint.
 OPENAI_PATHS = (*COMPLETIONS, "/v1/models", "/v1/embeddings")
-
-
-class StatusError(BlockpoolError):
-    """A request that is not served, and the status of its answer."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def unknown_path(path: str) -> str:
@@ -68,7 +67,9 @@ def statuses(error: Exception) -> tuple[int, int]:
     """The statuses for Anthropic's and for OpenAI's clients."""
     if isinstance(error, StatusError):
         return error.status, error.status
-    return next((anthropic, openai) for kind, anthropic, openai in STATUSES if isinstance(error, kind))
+    return next(
+        (anthropic, openai) for kind, anthropic, openai in STATUSES if isinstance(error, kind)
+    )
 
 
 def anthropic_status(error: Exception) -> tuple[int, str]:
@@ -93,18 +94,16 @@ def is_openai(route: str) -> bool:
 
 
 def openai_status(error: Exception) -> int:
-    """404: no such model. 503: the server cannot now. 400: the request cannot be served as it is."""
+    """404: no such model.
+
+    503: the server cannot now. 400: the request cannot be served as it is.
+    """
     return statuses(error)[1]
 
 
-def openai_code(error: Exception) -> str | None:
-    """The code that clients act on: they shorten a conversation that is too long, and do not retry with an unknown model."""
-    if isinstance(error, RequestTooLargeError):
-        return "context_length_exceeded"
-    return "model_not_found" if isinstance(error, OSError) else None
-
-
-def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def openai_error(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """The body of a response with `status`."""
     kind = "server_error" if status >= 500 else OPENAI_TYPES.get(status, OTHER_TYPE)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -114,7 +113,11 @@ def openai_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body for any exception of a request."""
     status, message = openai_status(error), str(error) or type(error).__name__
     param = error.place or None if isinstance(error, InvalidRequestError | FormError) else None
-    return status, openai_error(status, message, param, openai_code(error))
+    # Clients act on the code: they shorten a conversation that is too long, and do not retry with
+    # an unknown model.
+    too_long, unknown = isinstance(error, RequestTooLargeError), isinstance(error, OSError)
+    code = "context_length_exceeded" if too_long else "model_not_found" if unknown else None
+    return status, openai_error(status, message, param, code)
 
 
 def in_shape(status: int, content: dict[str, Any]) -> dict[str, Any]:

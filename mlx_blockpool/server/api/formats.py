@@ -1,6 +1,8 @@
-"""The form of a reply as bodies ask for it: the formats of OpenAI and Anthropic, and the fields of vLLM and llama.cpp.
+"""The form of a reply that a body names: the formats of OpenAI and Anthropic, and the fields of
+vLLM and llama.cpp.
 
-A schema is made exact here, on the socket's thread, or refused with its keyword and place. Knows no tokens and no model.
+A schema is made exact here, on the socket's thread, or refused with its keyword and place. Knows no
+tokens and no model.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ...config import FormConfig
-from ...forms.schema import exact
-from ...forms.wanted import Wanted, check_schemas
+from ...forms.exact import exact
+from ...forms.output_format import OutputFormat, check_schemas
 from ..bodies import InvalidRequestError
 from ..validation import Body, List, Object, Text, TextOr, only
 
@@ -39,17 +41,22 @@ class ObjectFormat(Body):
     type: Literal["json_object"]
     schema_: Object = Field(default=ANY_OBJECT, alias="schema")
 
-    def wanted(self, place: str) -> Wanted:
-        return schema_form(self.schema_, f"{place}.schema" if "schema_" in self.model_fields_set else place)
+    def wanted(self, place: str) -> OutputFormat:
+        return schema_form(
+            self.schema_, f"{place}.schema" if "schema_" in self.model_fields_set else place
+        )
 
 
 class SchemaFormat(Body):
-    """A schema as the Responses API and Anthropic's have it. A name and `strict` change nothing: every schema is kept."""
+    """A schema as the Responses API and Anthropic's have it.
+
+    A name and `strict` change nothing: every schema is kept.
+    """
 
     type: Literal["json_schema"]
     schema_: Object = Field(alias="schema")
 
-    def wanted(self, place: str) -> Wanted:
+    def wanted(self, place: str) -> OutputFormat:
         return schema_form(self.schema_, f"{place}.schema")
 
 
@@ -63,12 +70,14 @@ class ChatSchemaFormat(Body):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
-    def wanted(self, place: str) -> Wanted:
+    def wanted(self, place: str) -> OutputFormat:
         return schema_form(self.json_schema.schema_, f"{place}.json_schema.schema")
 
 
 ReplyFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
-ChatReplyFormat = Annotated[TextFormat | ObjectFormat | ChatSchemaFormat, Field(discriminator="type")]
+ChatReplyFormat = Annotated[
+    TextFormat | ObjectFormat | ChatSchemaFormat, Field(discriminator="type")
+]
 
 
 class StructuredOutputs(Body):
@@ -81,33 +90,54 @@ class StructuredOutputs(Body):
     grammar: Text | None = None
     structural_tag: Annotated[Any, only(why=NO_TAGS)] = None
 
-    def wanted(self, place: str) -> Wanted | None:
+    def wanted(self, place: str) -> OutputFormat | None:
+        json_object = schema_form(ANY_OBJECT, f"{place}.json_object") if self.json_object else None
         return only_form(
             (
-                json_form(self.json_, f"{place}.json"),
-                schema_form(ANY_OBJECT, f"{place}.json_object") if self.json_object else None,
-                text_form("regex", self.regex, f"{place}.regex"),
-                choice_form(self.choice, f"{place}.choice"),
-                text_form("grammar", self.grammar, f"{place}.grammar"),
+                json_object,
+                *named_forms(f"{place}.", self.json_, self.regex, self.choice, self.grammar),
             )
         )
 
 
-def only_form(forms: Iterable[Wanted | None]) -> Wanted | None:
-    """The form that a body asks for; None: it asks for none. Raises InvalidRequestError for several."""
+def named_forms(
+    prefix: str, json_: Any, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> list[OutputFormat | None]:
+    """The forms of vLLM's fields, whose names begin with `prefix`.
+
+    Raises InvalidRequestError and SchemaError.
+    """
+    return [
+        json_form(json_, f"{prefix}json"),
+        text_form("regex", regex, f"{prefix}regex"),
+        choice_form(choice, f"{prefix}choice"),
+        text_form("grammar", grammar, f"{prefix}grammar"),
+    ]
+
+
+def only_form(forms: Iterable[OutputFormat | None]) -> OutputFormat | None:
+    """The one form that a body names, or None. Raises InvalidRequestError for several."""
     found = [form for form in forms if form is not None]
     if len(found) > 1:
-        raise InvalidRequestError(found[1].place, f"a reply has one form, and {found[0].place} names one; leave one of them out")
+        raise InvalidRequestError(
+            found[1].place,
+            f"a reply has one form, and {found[0].place} names one; leave one of them out",
+        )
     return found[0] if found else None
 
 
-def schema_form(schema: Any, place: str) -> Wanted:
+def schema_form(schema: Any, place: str) -> OutputFormat:
     """The form of JSON that satisfies a schema. Raises SchemaError."""
-    return Wanted("json", json.dumps(exact(schema, place), separators=(",", ":")), place)
+    unkept: list[str] = []
+    found = exact(schema, place, unkept=unkept)
+    return OutputFormat("json", json.dumps(found, separators=(",", ":")), place, tuple(unkept))
 
 
-def json_form(schema: Any, place: str) -> Wanted | None:
-    """The same for a schema that may be written as text, or left out. Raises InvalidRequestError too."""
+def json_form(schema: Any, place: str) -> OutputFormat | None:
+    """As schema_form(), for a schema that may be text, or None for none.
+
+    Raises InvalidRequestError too.
+    """
     if schema is None:
         return None
     if isinstance(schema, str):
@@ -115,33 +145,39 @@ def json_form(schema: Any, place: str) -> Wanted | None:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(place, f"Input should be a JSON schema, or its JSON as text: {error}") from error
+            raise InvalidRequestError(
+                place, f"Input should be a JSON schema, or its JSON as text: {error}"
+            ) from error
     return schema_form(schema, place)
 
 
-def choice_form(texts: list[str] | None, place: str) -> Wanted | None:
+def choice_form(texts: list[str] | None, place: str) -> OutputFormat | None:
     """The form of one of several texts. Raises InvalidRequestError."""
     if texts is None:
         return None
     _check_size("".join(texts), FormConfig.schema_bytes, place)
     _check_size(max(texts, key=len), FormConfig.forced_bytes, place)
-    return Wanted("choice", json.dumps(list(dict.fromkeys(texts))), place)
+    return OutputFormat("choice", json.dumps(list(dict.fromkeys(texts))), place)
 
 
-def text_form(kind: Literal["regex", "grammar"], text: str | None, place: str) -> Wanted | None:
+def text_form(
+    kind: Literal["regex", "grammar"], text: str | None, place: str
+) -> OutputFormat | None:
     """The form of a regular expression or a grammar. Raises InvalidRequestError."""
     if text is None:
         return None
     _check_size(text, FormConfig.text_bytes, place)
     if kind == "grammar":
         check_schemas(text, place)
-    return Wanted(kind, text, place)
+    return OutputFormat(kind, text, place)
 
 
 def _check_size(text: str, most: int, place: str) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(place, "Input should be Unicode; found half of a surrogate pair") from error
+        raise InvalidRequestError(
+            place, "Input should be Unicode; found half of a surrogate pair"
+        ) from error
     if size > most:
         raise InvalidRequestError(place, f"a form may have {most:,} bytes; this one has {size:,}")

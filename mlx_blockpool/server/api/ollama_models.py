@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...dtypes import SAFETENSORS, bytes_of
 from ...errors import BlockpoolError
 from ...mlx_lm_compat import ModelDescription
-from ...modelfile import ModelFile, find, local_folder, positions_of, weights_of
+from ...model_files.modelfile import ModelFile, find, local_folder, positions_of, weights_of
+from ...spec import SAFETENSORS, bytes_of
+from ..bodies import Json
 from ..images import processor_of
 from ..models.catalog import DEFAULT
 from ..models.http import ModelsEndpoint
 from ..prompts.job import TokenizerJob
-from .ollama_reply import written_now
-from .reply import Json
 
 # When a model that stays loaded is said to expire, in seconds from now.
 NEVER_SECONDS = 100 * 365 * 86400.0
@@ -43,7 +43,11 @@ class OllamaModels:
     def tags(self) -> Json:
         """All models that requests may name. One whose files cannot be read is left out."""
         known = self._catalog.ids()
-        listed = [model["id"] for model in ModelsEndpoint(self._generator).models(0) if model["id"] != DEFAULT]
+        listed = [
+            model["id"]
+            for model in ModelsEndpoint(self._generator).models(0)
+            if model["id"] != DEFAULT
+        ]
         found = ((id, _file(known.get(id, id))) for id in listed)
         return {"models": [_entry(id, file) for id, file in found if file is not None]}
 
@@ -57,12 +61,21 @@ class OllamaModels:
             entry = {} if file is None else _entry(self._catalog.id_of(key.model), file)
             expires = written_now(time.time() + min(left, NEVER_SECONDS))
             entries.append(
-                {**entry, "size": size, "size_vram": size, "expires_at": expires, "context_length": model.positions or 0}
+                {
+                    **entry,
+                    "size": size,
+                    "size_vram": size,
+                    "expires_at": expires,
+                    "context_length": model.positions or 0,
+                }
             )
         return {"models": entries}
 
     def show(self, name: str) -> Json:
-        """Everything about one model. Raises as ModelRegistry.find(), and for files that cannot be read."""
+        """Everything about one model.
+
+        Raises as ModelRegistry.find(), and for files that cannot be read.
+        """
         wanted = ModelDescription(name, DEFAULT, None)
         key = self._registry.find(wanted)
         file = find(str(local_folder(key.model)))
@@ -94,7 +107,10 @@ def _file(model: str) -> ModelFile | None:
 
 def _entry(id: str, file: ModelFile) -> Json:
     """A model in a list. The digest is another one once a file of the model has changed."""
-    stamps = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _files(file.path.parent))
+    stamps = sorted(
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in _files(file.path.parent)
+    )
     return {
         "name": id,
         "model": id,
@@ -129,7 +145,9 @@ def _parameters(file: ModelFile) -> tuple[int, str]:
     if isinstance(quantised, dict) and isinstance(bits := quantised.get("bits"), int) and bits > 0:
         group = quantised.get("group_size")
         # A scale and a bias of 16 bits for each group.
-        return int(size * 8 / (bits + (32 / group if isinstance(group, int) and group > 0 else 0))), f"{bits}-bit"
+        return int(
+            size * 8 / (bits + (32 / group if isinstance(group, int) and group > 0 else 0))
+        ), f"{bits}-bit"
     name = SAFETENSORS.get(str(text.get("torch_dtype", text.get("dtype", ""))), "BF16")
     return size // bytes_of(name), name
 
@@ -150,9 +168,17 @@ def _text_part(file: ModelFile) -> Json:
 def _info(file: ModelFile) -> Json:
     """The figures of a config under the names that Ollama's clients read."""
     kind, text = file.model_type, _text_part(file)
-    figures = {name: text.get(key) for name, key in FIGURES.items()} | {"context_length": positions_of(file.config)}
+    figures = {name: text.get(key) for name, key in FIGURES.items()} | {
+        "context_length": positions_of(file.config)
+    }
     return {
         "general.architecture": kind,
         "general.parameter_count": _parameters(file)[0],
         **{f"{kind}.{name}": value for name, value in figures.items() if isinstance(value, int)},
     }
+
+
+def written_now(seconds: float | None = None) -> str:
+    """A time as Ollama writes it: now, or `seconds` after 1970."""
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat().replace("+00:00", "Z")

@@ -1,33 +1,226 @@
-"""A body of OpenAI's Responses API as a chat request and generation arguments.
+"""The body of OpenAI's Responses API: its fields, items and tools, and its translation into a chat
+request.
 
-A field that cannot be honoured is rejected by its place. Fields that change nothing here (service tiers, truncation)
-are ignored, and so are tools that are not functions. The model sees functions of a namespace under longer names.
+A field that cannot be honoured is rejected by its place. Fields that change nothing here (service
+tiers, truncation) are ignored, and so are tools that are not functions. The model sees functions of
+a namespace under longer names.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-from ...messages import Message
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+
+from ...config import RequestConfig
+from ...hooks import Message
 from ...mlx_lm_compat import GenerationArguments
-from ..bodies import InvalidRequestError
-from ..request import ChatRequest, ParsedRequest
-from ..validation import generation_arguments, validated
-from . import responses_body
-from .conversation import Conversation, Part, template_arguments
-from .responses_body import LOGPROBS, FunctionTool, Items, Namespace, ResponsesBody, TextPart
-from .responses_kept import Item, KeptResponses
+from ..bodies import InvalidRequestError, Json
+from ..kept_responses import KeptResponses
+from ..request import ParsedRequest
+from ..validation import (
+    Body,
+    Int,
+    List,
+    Object,
+    Positive,
+    Sampling,
+    Text,
+    TextOr,
+    generation_arguments,
+    known,
+    only,
+    validated,
+)
+from .conversation import EFFORTS, ChatMessages, Part, template_arguments
+from .formats import PLAIN, ReplyFormat
 from .thinking import thinking_in
-from .tools import Calls, calls_of, function_tool, held_tools, tools_named
+from .tools import Calls, ToolChoice, calls_of, chat_request, function_tool, tools_named
+
+SUMMARIES = ("auto", "concise", "detailed")
+LOGPROBS = "message.output_text.logprobs"
+STORES_NONE = "this server stores none; send its content as input"
+
+# -- items -----------------------------------------------------------------------------------------
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: Text
+    cache_control: Any = None
+
+
+class ImagePart(Body):
+    type: Literal["input_image"]
+    image_url: Text | None = None
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: Text
+
+
+InputContent: TypeAlias = TextOr[List[Annotated[TextPart | ImagePart, Field(discriminator="type")]]]
+SpokenPart: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class InputMessage(Body):
+    type: Literal["message"]
+    role: Literal["user", "system", "developer"]
+    content: InputContent
+
+
+class ReplyMessage(Body):
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: TextOr[List[SpokenPart]]
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    content: List[SpokenPart] = Field(default=[])
+    summary: List[SpokenPart] = Field(default=[])
+    encrypted_content: Text = ""
+
+
+def _from_json(written: Any) -> Any:
+    if not isinstance(written, str):
+        raise ValueError("Input should be a valid string")
+    try:
+        return json.loads(written or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"Input should be JSON: {error}") from error
+
+
+class CallItem(Body):
+    type: Literal["function_call"]
+    name: Text
+    namespace: Text | None = None
+    call_id: Text
+    arguments: Annotated[Object, BeforeValidator(_from_json)]
+
+
+class OutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: InputContent
+
+
+class ReferenceItem(Body):
+    type: Literal["item_reference"]
+    id: Text
+
+
+def _with_type(item: Any) -> Any:
+    """Messages and references may leave their type out."""
+    if not isinstance(item, dict) or item.get("type") is not None:
+        return item
+    return {**item, "type": "message" if "role" in item else "item_reference"}
+
+
+ItemMessage: TypeAlias = Annotated[InputMessage | ReplyMessage, Field(discriminator="role")]
+Item: TypeAlias = Annotated[
+    ItemMessage | ReasoningItem | CallItem | OutputItem | ReferenceItem,
+    Field(discriminator="type"),
+    BeforeValidator(_with_type),
+]
+
+# -- tools -----------------------------------------------------------------------------------------
+
+
+class FunctionTool(Body):
+    name: Text
+    description: Text | None = None
+    parameters: Object = Field(default={"type": "object", "properties": {}})
+    strict: bool = False
+
+
+class OtherTool(Body):
+    """A tool that is not a function."""
+
+    type: Text
+
+
+class Namespace(Body):
+    name: Text
+    tools: List[Tool]
+
+
+def _kind_of(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return f"<{kind}>" if kind in ("function", "namespace") else "<other>"
+
+
+Tool: TypeAlias = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[Namespace, Tag("<namespace>")]
+    | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(_kind_of),
+]
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: Text
+    namespace: Text | None = None
+
+
+# -- the body --------------------------------------------------------------------------------------
+
+
+class Reasoning(Body):
+    effort: Annotated[Text, known(("none", *EFFORTS), "reasoning.effort")] | None = None
+    summary: Annotated[Text, known(SUMMARIES, "reasoning.summary")] | None = None
+
+
+class ReplyText(Body):
+    format: ReplyFormat = PLAIN
+
+
+def _nothing(why: str) -> AfterValidator:
+    return only(False, 0, [], why=why)
+
+
+class Items(Body):
+    input: List[Item] = Field(default=[])
+
+
+class ResponsesBody(Items, Sampling):
+    instructions: Text | None = None
+    previous_response_id: Text | None = None
+    tools: List[Tool] = Field(default=[])
+    tool_choice: ToolChoice[NamedFunction] = "auto"
+    parallel_tool_calls: bool = True
+    max_output_tokens: Positive | None = None
+    store: bool = True
+    include: list[Any] = Field(default=[])
+    reasoning: Reasoning = Reasoning()
+    text: ReplyText = ReplyText()
+    metadata: Object = Field(default={})
+    conversation: Annotated[Any, _nothing(STORES_NONE)] = None
+    prompt: Annotated[Any, _nothing(STORES_NONE)] = None
+    background: Annotated[
+        Any, _nothing("responses are not computed in the background; leave it out")
+    ] = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=RequestConfig.top_logprobs)] = 0
+
 
 log = logging.getLogger(__name__)
 
 # Fields that are for the client only, and are echoed in the response.
-ECHOED = ("instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "prompt_cache_retention", "user")
+ECHOED = (
+    "instructions",
+    "max_output_tokens",
+    "previous_response_id",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "user",
+)
 SECRET = "reasoning.encrypted_content"
 
 
@@ -56,42 +249,55 @@ class ResponsesRequest(ParsedRequest):
     echo:   the fields of the response that the body has settled.
     """
 
-    items: list[Item]
+    items: list[Json]
     names: Mapping[str, Name]
     echo: dict[str, Any]
 
 
 def parse(
-    body: dict[str, Any], options: Any, kept: KeptResponses, owner: str | None = None, counts: bool = False
+    body: dict[str, Any],
+    options: Any,
+    kept: KeptResponses,
+    owner: str | None = None,
+    counts: bool = False,
 ) -> ResponsesRequest:
-    """Parse a body of an owner of `kept` responses. `options`: the server's, for what the body leaves open.
+    """Parse a body of an owner of `kept` responses. `options`: the server's, for what the body
+    leaves open.
 
     `counts`: only the prompt is of interest. Raises InvalidRequestError.
     """
     if isinstance(text := body.get("input"), str):
-        message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+        message = {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": text}],
+        }
         body = {**body, "input": [message]}
     given = validated(ResponsesBody, body)
     conversation = _conversation(given, body, kept, owner)
     tools = Tools(given.tools)
     calls, shown = _choice(given, tools)
-    request = ChatRequest(
-        "chat", "", conversation.end(), shown or None, None, calls=calls, only_count=counts, image_at=conversation.image_at
-    )
     most = given.max_output_tokens or options.max_tokens
     effort = given.reasoning.effort
-    template = template_arguments(None if effort is None else effort != "none", effort, answers_at_once=calls == "must")
+    template = template_arguments(
+        None if effort is None else effort != "none", effort, answers_at_once=calls == "must"
+    )
     arguments = generation_arguments(given, options, most, [], template)
     if LOGPROBS in given.include or given.top_logprobs:
         arguments = replace(arguments, logprobs=True, top_logprobs=given.top_logprobs)
-    request.form = given.text.format.wanted("text.format")
-    request.held = held_tools(shown, calls, tools.strict, request.form)
+    form = given.text.format.wanted("text.format")
+    more = {"only_count": counts, "image_at": conversation.image_at}
+    request = chat_request(conversation.end(), shown, calls, tools.strict, form, **more)
     one_call = not given.parallel_tool_calls or not isinstance(given.tool_choice, str)
     echo = _echo(given, body, arguments)
-    return ResponsesRequest(request, arguments, given, one_call, conversation.items, tools.names, echo)
+    return ResponsesRequest(
+        request, arguments, given, one_call, conversation.items, tools.names, echo
+    )
 
 
-def _conversation(given: ResponsesBody, body: dict[str, Any], kept: KeptResponses, owner: str | None) -> InputItems:
+def _conversation(
+    given: ResponsesBody, body: dict[str, Any], kept: KeptResponses, owner: str | None
+) -> InputItems:
     """The earlier conversation that the body names, and its input after it."""
     conversation = InputItems(kept, owner, given.cache_salt)
     if given.instructions:
@@ -100,12 +306,19 @@ def _conversation(given: ResponsesBody, body: dict[str, Any], kept: KeptResponse
     if before is not None:
         earlier = kept.get(before, owner)
         if earlier is None:
-            why = f"there is no response with id {before[:80]!r}; this server keeps the last ones only, and none over a restart"
-            raise InvalidRequestError("previous_response_id", f"{why}. Send the whole conversation as input.")
+            why = (
+                f"there is no response with id {before[:80]!r}; this server keeps the last ones "
+                "only, and none over a restart"
+            )
+            raise InvalidRequestError(
+                "previous_response_id", f"{why}. Send the whole conversation as input."
+            )
         if earlier.cache_salt != given.cache_salt:
             why = "the response was made with another cache_salt, or with none"
             raise InvalidRequestError("previous_response_id", f"{why}. Continue it with its own.")
-        conversation.add(earlier.items, validated(Items, {"input": earlier.items}), "previous_response_id")
+        conversation.add(
+            earlier.items, validated(Items, {"input": earlier.items}), "previous_response_id"
+        )
     conversation.add(body.get("input") or [], given, "input")
     if not conversation.messages:
         raise InvalidRequestError("input", "Field required")
@@ -118,10 +331,14 @@ def _choice(given: ResponsesBody, tools: Tools) -> tuple[Calls, list[Any]]:
     if isinstance(choice, str):
         return calls_of(choice, tools.shown), tools.shown
     flat = Name(choice.name, choice.namespace).flat
-    return "must", tools_named(tools.names[flat].flat if flat in tools.names else flat, tools.shown, "tool_choice.name")
+    return "must", tools_named(
+        tools.names[flat].flat if flat in tools.names else flat, tools.shown, "tool_choice.name"
+    )
 
 
-def _echo(given: ResponsesBody, body: dict[str, Any], arguments: GenerationArguments) -> dict[str, Any]:
+def _echo(
+    given: ResponsesBody, body: dict[str, Any], arguments: GenerationArguments
+) -> dict[str, Any]:
     for name, value in given.metadata.items():
         if not isinstance(value, str):
             raise InvalidRequestError(f"metadata.{name[:50]}", "Input should be a valid string")
@@ -147,8 +364,9 @@ def _echo(given: ResponsesBody, body: dict[str, Any], arguments: GenerationArgum
 class Tools:
     """The functions of a request. Raises InvalidRequestError.
 
-    shown: in OpenAI's shape. names: by what the model calls them, and by their own name alone where only one function has it.
-    strict: where the parameters of strict ones are, by what the model calls them.
+    shown: in OpenAI's shape. names: by the model's name for them, and by their bare name where only
+    one function has it.
+    strict: the places of the parameters of strict ones, by the model's name for them.
     """
 
     def __init__(self, tools: Iterable[Any]) -> None:
@@ -158,10 +376,15 @@ class Tools:
         self._left_out: list[str] = []
         self._add(tools, "tools")
         counts = Counter(name.name for name in self._names.values())
-        self.names = {name.name: name for name in self._names.values() if counts[name.name] == 1} | self._names
+        self.names = {
+            name.name: name for name in self._names.values() if counts[name.name] == 1
+        } | self._names
         if self._left_out:
             kinds = ", ".join(dict.fromkeys(self._left_out))
-            log.info("left out tools that only a vendor's servers run, or that are no functions: %s", kinds)
+            log.info(
+                "left out tools that only a vendor's servers run, or that are not functions: %s",
+                kinds,
+            )
 
     def _add(self, tools: Iterable[Any], place: str, namespace: str | None = None) -> None:
         for i, tool in enumerate(tools):
@@ -170,71 +393,91 @@ class Tools:
             elif isinstance(tool, FunctionTool):
                 name = Name(tool.name, namespace)
                 if self._names.setdefault(name.flat, name) != name:
-                    what = f"{name.flat[:80]!r} is the name of another function too; give each a name of its own"
+                    what = (
+                        f"{name.flat[:80]!r} is also the name of another function; give each "
+                        "another name"
+                    )
                     raise InvalidRequestError(f"{place}[{i}].name", what)
                 if tool.strict:
                     self.strict[name.flat] = f"{place}[{i}].parameters"
                 self.shown.append(function_tool(name.flat, tool.description, tool.parameters))
             else:
-                self._left_out.append("namespace" if isinstance(tool, Namespace) else tool.type[:50])
+                self._left_out.append(
+                    "namespace" if isinstance(tool, Namespace) else tool.type[:50]
+                )
 
 
-class InputItems(Conversation):
-    """The items of a conversation as messages. `items`: as they came, with what references stood for."""
+class InputItems(ChatMessages):
+    """The items of a conversation as messages.
 
-    def __init__(self, kept: KeptResponses, owner: str | None, cache_salt: str | None = None) -> None:
+    `items`: as they came, with what references stood for.
+    """
+
+    def __init__(
+        self, kept: KeptResponses, owner: str | None, cache_salt: str | None = None
+    ) -> None:
         super().__init__()
-        self.items: list[Item] = []
+        self.items: list[Json] = []
         self._kept = kept
         self._owner = owner
         self._cache_salt = cache_salt
 
-    def add(self, given: list[Item], parsed: Items, place: str) -> None:
+    def add(self, given: list[Json], parsed: Items, place: str) -> None:
         """Add the items of a body or of an earlier response. Raises InvalidRequestError."""
         for i, (item, model) in enumerate(zip(given, parsed.input, strict=True)):
             at = f"{place}[{i}]"
-            if isinstance(model, responses_body.ReferenceItem):
+            if isinstance(model, ReferenceItem):
                 known = self._kept.item(model.id, self._owner, self._cache_salt)
                 if known is None:
-                    what = f"Item {model.id[:50]!r} is not known, or not any more; send the item itself in place of the reference"
+                    what = (
+                        f"Item {model.id[:50]!r} is not known, or not any more; send the item "
+                        "itself in place of the reference"
+                    )
                     raise InvalidRequestError(f"{at}.id", what)
                 item, (model,) = known, validated(Items, {"input": [known]}).input
             self.items.append(item)
             self._add(model, at)
 
-    def _add(self, item: responses_body.Item, at: str) -> None:
+    def _add(self, item: Item, at: str) -> None:
         match item:
-            case responses_body.InputMessage(role=role, content=content):
+            case InputMessage(role=role, content=content):
                 shown = self._content(content, f"{at}.content")
-                self.messages.append({"role": "user" if role == "user" else "system", "content": shown})
-            case responses_body.ReplyMessage(content=content):
+                self.messages.append(
+                    {"role": "user" if role == "user" else "system", "content": shown}
+                )
+            case ReplyMessage(content=content):
                 message = self._turn()
                 message["content"] = "\n\n".join(filter(None, (message["content"], _text(content))))
-            case responses_body.ReasoningItem():
-                # Encrypted content of our own is all of the thinking, and so is a summary.
+            case ReasoningItem():
+                # Encrypted content that this server made is all of the thinking, and so is a
+                # summary.
                 packed = thinking_in("", item.encrypted_content)
                 if thinking := _text(item.content) or packed or _text(item.summary, "\n\n"):
                     self._think(self._turn(), thinking)
-            case responses_body.CallItem():
-                self._call(self._turn(), item.call_id, Name(item.name, item.namespace).flat, item.arguments)
-            case responses_body.OutputItem(call_id=called, output=output):
+            case CallItem():
+                self._call(
+                    self._turn(), item.call_id, Name(item.name, item.namespace).flat, item.arguments
+                )
+            case OutputItem(call_id=called, output=output):
                 self._result(called, self._content(output, f"{at}.output"))
 
     def _turn(self) -> Message:
-        """The assistant's message in progress: its thinking, text and calls that follow each other are one message."""
+        """The assistant's message in progress: its thinking, text and calls that follow each
+        other are one message.
+        """
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
 
-    def _content(self, content: str | list[Any], place: str) -> str | list[Part]:
-        return content if isinstance(content, str) else [self._part(part, f"{place}[{j}]") for j, part in enumerate(content)]
-
-    def _part(self, part: TextPart | responses_body.ImagePart, at: str) -> Part:
+    def _part(self, part: TextPart | ImagePart, at: str) -> Part:
         if isinstance(part, TextPart):
             marked = {"cache_control": part.cache_control} if part.cache_control is not None else {}
             return {"type": "text", "text": part.text, **marked}
         if part.image_url is None:
-            raise InvalidRequestError(f"{at}.image_url", "Field required; this server has no files that file_id could name")
+            raise InvalidRequestError(
+                f"{at}.image_url",
+                "Field required; this server has no files that file_id could name",
+            )
         return self._image(part.image_url, at)
 
 
@@ -242,4 +485,6 @@ def _text(content: str | list[Any], between: str = "") -> str:
     """The text of parts; a refusal is its text."""
     if isinstance(content, str):
         return content
-    return between.join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return between.join(
+        part.text if isinstance(part, TextPart) else part.refusal for part in content
+    )

@@ -1,4 +1,7 @@
-"""The signature of a thinking block. Clients send it back unread; here it proves no author, and may carry the thinking."""
+"""The signature of a thinking block, which clients send back unread.
+
+It does not prove an author, and may carry the thinking.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ def signature_of(thinking: str, shown: bool) -> str:
 
 
 def thinking_in(thinking: str, signature: str) -> str:
-    """The thinking of a block that a client sends back; "" where neither its text nor its signature has any."""
+    """The thinking of a block that a client sends back; "" if neither its text nor its signature
+    has any.
+    """
     if thinking or not signature.startswith(PACKED):
         return thinking
     try:

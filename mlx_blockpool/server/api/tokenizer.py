@@ -1,7 +1,8 @@
 """POST /tokenize, /detokenize and /apply-template, in llama.cpp's shapes and in vLLM's.
 
-The first two are alike in both servers but for the names: text is `content` to llama.cpp, and `prompt` or `messages` to vLLM.
-Prompt workers do the work, and write what is long of an answer. For one request, on the socket's thread.
+The first two differ between both servers by names: text is `content` to llama.cpp, and `prompt` or
+`messages` to vLLM. Prompt workers tokenize, and write the long parts of an answer. For one request,
+on the socket's thread.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from ...mlx_lm_compat import ModelDescription
 from ..bodies import InvalidRequestError
 from ..prompts.job import TokenizerJob, TokenizerResult, Wants
 from ..request import ChatRequest
-from ..validation import Body, List, Object, Sampling, Text, TextOr, Token, generation_arguments, validated
-from .completions import Message
+from ..validation import (
+    Body,
+    List,
+    Object,
+    Sampling,
+    Text,
+    TextOr,
+    Token,
+    generation_arguments,
+    validated,
+)
+from .completions_request import Message
 from .endpoint import Endpoint
-from .reply import Json
-
-TOKENIZE, DETOKENIZE, APPLY_TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
-# SGLang has the first two under both names.
-PATHS = (TOKENIZE, DETOKENIZE, APPLY_TEMPLATE, "/v1/tokenize", "/v1/detokenize")
 
 
 class TokenizerBody(Body):
@@ -45,7 +51,9 @@ class ChatFields(TokenizerBody):
 
 
 class TokenizeBody(ChatFields):
-    """llama.cpp's `content`, `add_special`, `parse_special` and `with_pieces`; all others are vLLM's."""
+    """llama.cpp's `content`, `add_special`, `parse_special` and `with_pieces`; all others are
+    vLLM's.
+    """
 
     content: TextOr[List[Text | Token]] | None = None
     add_special: bool = False
@@ -67,61 +75,67 @@ class TemplateBody(ChatFields):
 class TokenizerEndpoint(Endpoint):
     """Tokens and rendered chats, without a reply."""
 
-    def _post(self) -> None:
-        answers = {TOKENIZE: self._tokenize, DETOKENIZE: self._detokenize, APPLY_TEMPLATE: self._apply_template}
-        written = answers[self._handler.route.removeprefix("/v1")](self._body())
+    def _send(self, written: dict[str, bytes]) -> None:
         members = (json.dumps(name).encode() + b": " + value for name, value in written.items())
         self._handler.send_body(200, "application/json", b"{" + b", ".join(members) + b"}")
 
-    def _tokenize(self, body: Json) -> dict[str, bytes]:
-        given = validated(TokenizeBody, body)
-        named = [name for name in ("content", "prompt", "messages") if getattr(given, name) is not None]
+    def tokenize(self) -> None:
+        given = validated(TokenizeBody, self._body())
+        named = [
+            name for name in ("content", "prompt", "messages") if getattr(given, name) is not None
+        ]
         if len(named) != 1:
             found = " and ".join(named) or "none of them"
-            raise InvalidRequestError("", f"One of content, prompt and messages is needed; found {found}")
+            raise InvalidRequestError(
+                "", f"One of content, prompt and messages is needed; found {found}"
+            )
         if given.content is not None:
-            return self._llama_cpp(given, [given.content] if isinstance(given.content, str) else given.content)
+            job = TokenizerJob(
+                parts=[given.content] if isinstance(given.content, str) else given.content,
+                adds_special_tokens=given.add_special,
+                reads_special_tokens=given.parse_special,
+                wants="pieces" if given.with_pieces else "tokens",
+            )
+            self._send({"tokens": self._convert(job, given).written["tokens"]})
+            return
         wants: Wants = "strings" if given.return_token_strs else "tokens"
-        adds = given.messages is None if given.add_special_tokens is None else given.add_special_tokens
+        adds = (
+            given.messages is None if given.add_special_tokens is None else given.add_special_tokens
+        )
         if given.messages is None:
             job = TokenizerJob(parts=[given.prompt or ""], adds_special_tokens=adds, wants=wants)
         else:
             job = self._chat(given, tokenizes=True, adds_special_tokens=adds, wants=wants)
         result = self._convert(job, given)
         positions = self._scope.generator.preparation.positions(given.description)
-        return {
-            "count": json.dumps(len(result.tokens)).encode(),
-            "max_model_len": json.dumps(positions).encode(),
-            "tokens": result.written["tokens"],
-            "token_strs": result.written.get("token_strs", b"null"),
-        }
-
-    def _llama_cpp(self, given: TokenizeBody, parts: list[Any]) -> dict[str, bytes]:
-        wants: Wants = "pieces" if given.with_pieces else "tokens"
-        result = self._convert(
-            TokenizerJob(
-                parts=parts,
-                adds_special_tokens=given.add_special,
-                reads_special_tokens=given.parse_special,
-                wants=wants,
-            ),
-            given,
+        self._send(
+            {
+                "count": json.dumps(len(result.tokens)).encode(),
+                "max_model_len": json.dumps(positions).encode(),
+                "tokens": result.written["tokens"],
+                "token_strs": result.written.get("token_strs", b"null"),
+            }
         )
-        return {"tokens": result.written["tokens"]}
 
-    def _detokenize(self, body: Json) -> dict[str, bytes]:
-        given = validated(DetokenizeBody, body)
-        text = self._convert(TokenizerJob(tokens=given.tokens), given).written["text"] if given.tokens else b'""'
-        return {"content": text, "prompt": text}
+    def detokenize(self) -> None:
+        given = validated(DetokenizeBody, self._body())
+        text = (
+            self._convert(TokenizerJob(tokens=given.tokens), given).written["text"]
+            if given.tokens
+            else b'""'
+        )
+        self._send({"content": text, "prompt": text})
 
-    def _apply_template(self, body: Json) -> dict[str, bytes]:
-        given = validated(TemplateBody, body)
-        return {"prompt": self._convert(self._chat(given), given).written["text"]}
+    def apply_template(self) -> None:
+        given = validated(TemplateBody, self._body())
+        self._send({"prompt": self._convert(self._chat(given), given).written["text"]})
 
     def _chat(self, given: ChatFields, **wanted: Any) -> TokenizerJob:
         """The job of a chat, which is checked and normalised as for a reply."""
         options = self._scope.cli_args
-        template = given.chat_template_kwargs | ({"chat_template": given.chat_template} if given.chat_template else {})
+        template = given.chat_template_kwargs | (
+            {"chat_template": given.chat_template} if given.chat_template else {}
+        )
         request = ChatRequest("chat", "", given.messages or [], given.tools or None, None)
         arguments = generation_arguments(Sampling(model=given.model), options, 1, [], template)
         self._scope.generator.preparation.check(request, arguments)
@@ -136,3 +150,17 @@ class TokenizerEndpoint(Endpoint):
 
     def _convert(self, job: TokenizerJob, given: TokenizerBody) -> TokenizerResult:
         return self._scope.generator.preparation.convert(job, given.description)
+
+
+# SGLang has the first two under both names.
+ROUTES = (
+    *(
+        TokenizerEndpoint.route(path, TokenizerEndpoint.tokenize, "POST")
+        for path in ("/tokenize", "/v1/tokenize")
+    ),
+    *(
+        TokenizerEndpoint.route(path, TokenizerEndpoint.detokenize, "POST")
+        for path in ("/detokenize", "/v1/detokenize")
+    ),
+    TokenizerEndpoint.route("/apply-template", TokenizerEndpoint.apply_template, "POST"),
+)

@@ -1,1 +1,3 @@
-"""The models of one server: which are loaded, who waits for which, and how one takes another's place."""
+"""The models of one server: which are loaded, the requests that wait for them, and swaps of
+models.
+"""

@@ -1,6 +1,8 @@
-"""The models that requests may name, and their ids: the default, the allowed and the downloaded ones.
+"""The models that requests may name, and their ids: the default, the allowed and the downloaded
+ones.
 
-The id of a folder is its name, so that no response shows its path. Reads the disk, never the network. Runs on any thread.
+The id of a folder is its name, so that no response shows its path. Reads the disk, never the
+network. Runs on any thread.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from ...config import ModelsConfig
-from ...demo import NAMES, model_path
+from ...demo import NAME, model_path
 from ...errors import BlockpoolError, ModelNotFoundError
-from ...modelfile import local_folder
+from ...model_files.modelfile import local_folder
 from ..access import without_folders
-from .provider import BlockpoolModelProvider, ModelKey, canonical
+from ..provider import BlockpoolModelProvider, ModelKey, canonical
 
 log = logging.getLogger(__name__)
 
 DEFAULT = "default_model"
 # The bundled models by their folders.
-BUNDLED = {canonical(model_path(name)): name for name in NAMES}
+BUNDLED = {canonical(model_path()): NAME}
 # mlx-lm's server lists a downloaded model that has these files.
 HUB_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 # An id of the hub. Some old ones have no owner before a slash.
@@ -37,13 +39,14 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?")
 FOLDER_FILES = ("config.json", "adapter_config.json")
 # A folder of models holds them directly or one folder deeper, as in owner/model.
 FOLDER_DEPTH = 2
-MOST_FOLDERS = 1000
 # A folder is scanned again after this many times the duration of its last scan.
 SCAN_REST = 20
 
 
 class Catalog:
-    """The models that `config` allows, and the `default` that the server was started with, as `template` has it."""
+    """The models that `config` allows, and the `default` that the server was started with, as
+    `template` has it.
+    """
 
     def __init__(self, template: BlockpoolModelProvider, config: ModelsConfig) -> None:
         self._config = config
@@ -57,12 +60,14 @@ class Catalog:
         self.takes_any_name = self._takes_any_name()
         self._check_aliases()
 
-    # -- names ---------------------------------------------------------------------------------------------------------
+    # -- names -------------------------------------------------------------------------------------
 
     def key_of(self, wanted: Any, with_aliases: bool = True) -> ModelKey:
-        """The key of the model that a request describes. A model has one key under all of its names.
+        """The key of the model that a request describes. A model has one key under all of its
+        names.
 
-        Raises ModelNotFoundError for a model that requests may not name, and ValueError for none if there is no default.
+        Raises ModelNotFoundError for a model that requests may not name, and ValueError if neither
+        the request nor the server names one.
         """
         model = self._model(wanted.model, with_aliases)
         return ModelKey(model, self._adapter(wanted, model), self._draft(wanted.draft))
@@ -81,35 +86,57 @@ class Catalog:
     def allowed_models(self) -> list[str]:
         """The models of --allow-models."""
         with self._scanning:
-            return list(dict.fromkeys(model for name in self._config.allowed or () for model in self._models_of(name)))
+            return list(
+                dict.fromkeys(
+                    model for name in self._config.allowed or () for model in self._models_of(name)
+                )
+            )
 
     def listed(self) -> list[str]:
-        """Ids for a list of models: without the default's adapter and draft, and without bundled models that are not allowed."""
+        """Ids for a list of models: without the default's adapter and draft, and without bundled
+        models that are not allowed.
+        """
         default, *hidden = self.default or [None]
         if self._config.allowed is not None:
-            return [id for id, model in self.ids().items() if model == default or model not in hidden]
-        found = [id for id, model in self.ids().items() if model == default or model not in (*hidden, *BUNDLED)]
+            return [
+                id for id, model in self.ids().items() if model == default or model not in hidden
+            ]
+        found = [
+            id
+            for id, model in self.ids().items()
+            if model == default or model not in (*hidden, *BUNDLED)
+        ]
         return list(dict.fromkeys([*found, *downloaded()]))
 
     def may_download(self, model: str) -> bool:
-        """Return whether a model may be downloaded: any by an option, and those that the server was started with."""
+        """Return whether a model may be downloaded: any by an option, and those that the server
+        was started with.
+        """
         return self._config.downloads or model in (self.default or ())
 
     def log_names(self) -> None:
         """Log that the default model serves unknown names, if it does."""
         if self.takes_any_name and self.default is not None:
             name = self.id_of(self.default.model)
-            log.info("Requests for unknown models, such as sonnet, are served by %s; --model-aliases off rejects them", name)
+            log.info(
+                "Requests for unknown models, such as sonnet, are served by %s; --model-aliases "
+                "off rejects them",
+                name,
+            )
 
     def hide(self, text: str, key: Iterable[str | None] = ()) -> str:
-        """A message without this machine's paths: a model's id replaces its folder, and the last part any other path."""
+        """A message without this machine's paths: a model's id replaces its folder, and the last
+        part any other path.
+        """
         for model in (part for part in key if part is not None):
             for path in filter(None, (model, _snapshot(model))):
                 text = text.replace(path, self.id_of(model)) if is_folder(path) else text
         return without_folders(text)
 
     def _models_of(self, name: str) -> list[str]:
-        """The models that a name in --allow-models stands for: one model, or all models of a folder."""
+        """The models that a name in --allow-models stands for: one model, or all models of a
+        folder.
+        """
         name = canonical(model_path(name))
         if not is_folder(name):
             return [name]
@@ -124,20 +151,32 @@ class Catalog:
     def _model(self, name: str | None, with_aliases: bool) -> str:
         if name in (None, DEFAULT):
             if self.default is None:
-                raise ValueError("The request names no model and the server was started without --model.")
+                raise ValueError(
+                    "The request names no model and the server was started without --model."
+                )
             return self.default.model
         if with_aliases and name in self.aliases:
             return self._model(self.aliases[name], False)
         try:
             return self._named(str(name), "model")
         except ModelNotFoundError:
-            if with_aliases and self.takes_any_name and self.default is not None and may_be_alias(str(name)):
+            if (
+                with_aliases
+                and self.takes_any_name
+                and self.default is not None
+                and may_be_alias(str(name))
+            ):
                 return self.default.model
             raise
 
     def _adapter(self, wanted: Any, model: str) -> str | None:
-        if self.default is not None and model == self.default.model and (not wanted.adapter or wanted.model in (None, DEFAULT)):
-            # As in mlx-lm, default_model has the adapter that the server was started with and no other.
+        if (
+            self.default is not None
+            and model == self.default.model
+            and (not wanted.adapter or wanted.model in (None, DEFAULT))
+        ):
+            # As in mlx-lm, default_model has the adapter that the server was started with and no
+            # other.
             return self.default.adapter
         return self._named(wanted.adapter, "adapter") if wanted.adapter else None
 
@@ -148,7 +187,10 @@ class Catalog:
         return self._named(str(name), "draft model")
 
     def _named(self, name: str, what: str) -> str:
-        """The folder or hub id behind a name. A ModelNotFoundError does not reveal whether such a folder exists."""
+        """The folder or hub id that a name stands for.
+
+        A ModelNotFoundError does not reveal whether such a folder exists.
+        """
         known = self.ids()
         if name in known:
             return known[name]
@@ -162,17 +204,24 @@ class Catalog:
         if on_hub:
             advice = "Download others, or start the server with --allow-downloads."
         models = ", ".join(self.listed()) or "none"
-        raise ModelNotFoundError(f"There is no {what} {name[:200]!r} that requests may name. The models are: {models}. {advice}")
+        raise ModelNotFoundError(
+            f"There is no {what} {name[:200]!r} that requests may name. The models are: {models}. "
+            f"{advice}"
+        )
 
     def _is_new(self, path: Path) -> bool:
-        """Return whether a folder is a model that came into an allowed folder since its last scan."""
+        """Return whether a folder is a model that came into an allowed folder since its last
+        scan.
+        """
         allowed = (canonical(model_path(name)) for name in self._config.allowed or ())
         return any(_is_found_in(Path(folder), path) for folder in allowed if is_folder(folder))
 
-    # -- aliases -------------------------------------------------------------------------------------------------------
+    # -- aliases -----------------------------------------------------------------------------------
 
     def _takes_any_name(self) -> bool:
-        """Return whether unknown names stand for the default: if it is the only model and no option says otherwise."""
+        """Return whether unknown names stand for the default: if it is the only model and no
+        option says otherwise.
+        """
         if self.default is None or self._config.aliases is not None or self._config.max_models > 1:
             return False
         return set(self.allowed_models()) <= {part for part in self.default if part is not None}
@@ -183,7 +232,9 @@ class Catalog:
             try:
                 self._model(model, False)
             except (ModelNotFoundError, ValueError) as error:
-                raise BlockpoolError(f"--model-aliases: {alias} is no alias of a model of this server. {error}") from error
+                raise BlockpoolError(
+                    f"--model-aliases: {alias} does not name a model of this server. {error}"
+                ) from error
 
 
 def may_be_alias(name: str) -> bool:
@@ -245,21 +296,25 @@ def _folders_in(folder: Path, depth: int) -> Iterator[str]:
     if not depth:
         return
     try:
-        inside = sorted(path for path in folder.iterdir() if path.is_dir())[:MOST_FOLDERS]
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())[: ModelsConfig.folders]
     except OSError as error:
         log.warning("--allow-models: cannot read %s: %s", folder, error)
         return
     # Deeper ones come last, so that of two models of one name they get the number.
     models = [[canonical(found) for found in _folders_in(path, depth - 1)] for path in inside]
     direct = {canonical(str(path)) for path in inside}
-    yield from sorted((found for own in models for found in own), key=lambda found: found not in direct)
+    yield from sorted(
+        (found for own in models for found in own), key=lambda found: found not in direct
+    )
 
 
 def _is_found_in(folder: Path, path: Path) -> bool:
     """Return whether _folders_in() finds `path` in a folder."""
     if not path.is_relative_to(folder) or len(path.relative_to(folder).parts) > FOLDER_DEPTH:
         return False
-    return _is_model(path) and not any(_is_model(above) for above in path.parents if above.is_relative_to(folder))
+    return _is_model(path) and not any(
+        _is_model(above) for above in path.parents if above.is_relative_to(folder)
+    )
 
 
 def _is_model(folder: Path) -> bool:
@@ -267,7 +322,9 @@ def _is_model(folder: Path) -> bool:
 
 
 def _named_apart(models: Iterable[str]) -> dict[str, str]:
-    """An id for each model: a hub's id as it is, or a folder's name, with a number if another model has that id."""
+    """An id for each model: a hub's id as it is, or a folder's name, with a number if another
+    model has that id.
+    """
     named: dict[str, str] = {}
     for model in models:
         name = BUNDLED.get(model, Path(model).name) if is_folder(model) else model

@@ -17,9 +17,10 @@ from ...errors import ModelNotFoundError
 from ...mlx_lm_compat import ModelDescription
 from ..bodies import parse_json
 from ..model import LoadedModel
+from ..provider import ModelKey
 from ..validation import Body, dotted, validated
 from .catalog import DEFAULT
-from .provider import ModelKey
+from .queue import Claim
 from .registry import LoadCommand, ModelRegistry
 
 MODELS = "/v1/models"
@@ -46,32 +47,52 @@ class ModelsEndpoint:
         self._catalog = self._registry.catalog
 
     def models(self, created: int) -> list[dict[str, Any]]:
-        """OpenAI's model objects: the loaded and the default model, and the allowed models, or all downloaded ones.
+        """OpenAI's model objects: the loaded and the default model, and the allowed models, or all
+        downloaded ones.
 
         The default has a second entry under the name that stands for it in any request.
         """
         catalog, swap = self._catalog, self._registry.swap
         keys = [*self._registry.loaded, *((swap.unload, swap.load) if swap else ())]
         ids = [*(catalog.id_of(key.model) for key in keys if key is not None), *catalog.listed()]
-        known = catalog.ids() | ({} if catalog.default is None else {DEFAULT: catalog.default.model})
+        known = catalog.ids() | (
+            {} if catalog.default is None else {DEFAULT: catalog.default.model}
+        )
         ids += [DEFAULT] if catalog.default is not None else []
         return [self._listed(id, known.get(id, id), created) for id in dict.fromkeys(ids)]
 
     def find(self, path: str, created: int) -> dict[str, Any]:
-        """The list for the path /v1/models, or one model for /v1/models/ID. Raises ModelNotFoundError."""
+        """The list for the path /v1/models, or one model for /v1/models/ID.
+
+        Raises ModelNotFoundError.
+        """
         found, name = self.models(created), unquote(path.removeprefix(MODELS)).removeprefix("/")
         if not name:
             return {"object": "list", "data": found}
         for model in found:
             if model["id"] == name:
                 return model
-        raise ModelNotFoundError(f"There is no model {name}; the models are {', '.join(model['id'] for model in found)}.")
+        raise ModelNotFoundError(
+            f"There is no model {name}; the models are {', '.join(model['id'] for model in found)}."
+        )
 
     def figures(self) -> dict[str, Any]:
         """Everything about the models; sizes in bytes, times in seconds."""
-        registry, catalog, config, swap = self._registry, self._catalog, self._registry.config, self._registry.swap
-        swapped = [] if swap is None else [key for key in (swap.unload, swap.load) if key is not None]
-        keys = [*registry.loaded, *swapped, *(entry.key for entry in list(registry.queue)), *registry.failures]
+        registry, catalog, config, swap = (
+            self._registry,
+            self._catalog,
+            self._registry.config,
+            self._registry.swap,
+        )
+        swapped = (
+            [] if swap is None else [key for key in (swap.unload, swap.load) if key is not None]
+        )
+        keys = [
+            *registry.loaded,
+            *swapped,
+            *(entry.key for entry in list(registry.queue)),
+            *registry.failures,
+        ]
         keys += [] if catalog.default is None else [catalog.default]
         known = {part for key in keys for part in key}
         keys += [ModelKey(model) for model in catalog.allowed_models() if model not in known]
@@ -83,38 +104,63 @@ class ModelsEndpoint:
             "idle_unload_seconds": config.idle_seconds,
             "allowed": None if config.allowed is None else catalog.listed(),
             "counts": dict(registry.counts),
-            "memory": {"active_bytes": mx.get_active_memory(), "cache_bytes": mx.get_cache_memory()},
+            "memory": {
+                "active_bytes": mx.get_active_memory(),
+                "cache_bytes": mx.get_cache_memory(),
+            },
         }
 
-    def command(self, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
-        """Status and body for POST /admin/load or /admin/unload, once it is done, or at once if the client does not `wait`.
+    def command(self, scope: Any, data: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and body for POST /admin/load or /admin/unload, once it is done, or at once if the
+        client does not `wait`.
 
-        Raises ValueError for a bad body, and what change() raises.
+        `scope`: the RequestScope. Raises ValueError for a bad body, and what change() raises.
         """
         start, body = time.monotonic(), validated(CommandBody, parse_json(data), dotted)
-        unload = path == COMMANDS[1]
-        name = self.change(ModelDescription(body.model, body.draft_model, body.adapters), unload, body.wait)
+        unload, claim = scope.path == COMMANDS[1], Claim.COMMAND if body.wait else Claim.UNWAITED
+        name = self.change(
+            scope, ModelDescription(body.model, body.draft_model, body.adapters), unload, claim
+        )
         if not body.wait:
-            return 202, {"model": name, "accepted": path.removeprefix("/admin/")}
+            return 202, {"model": name, "accepted": scope.path.removeprefix("/admin/")}
         state = "available" if unload else "loaded"
         return 200, {"model": name, "state": state, "seconds": round(time.monotonic() - start, 3)}
 
     def change(
-        self, wanted: ModelDescription, unload: bool = False, waits: bool = True, keep_seconds: float | None = None
+        self,
+        scope: Any,
+        wanted: ModelDescription,
+        unload: bool = False,
+        claim: Claim = Claim.COMMAND,
     ) -> str:
-        """Have a model loaded or unloaded, and return its id. Raises the reason why it is not."""
+        """Have a model loaded or unloaded for a RequestScope, and return its id.
+
+        Raises the reason why it is not.
+        """
         key = self._registry.find(wanted, again=True)
         name: str = self._catalog.id_of(key.model)
-        self._generator.run_command(LoadCommand(Queue(), key, unload, keep_seconds), waits)
+        command = LoadCommand(Queue(), key, unload, claim, scope.options.keep_seconds, scope.owner)
+        self._generator.run_command(command, scope.connection)
         return name
 
     def _listed(self, id: str, model: str, created: int) -> dict[str, Any]:
         default = self._catalog.default
-        about = {"state": self._state(model), "default": default is not None and model == default.model}
-        return {"id": id, "object": "model", "created": created, "owned_by": "mlx-blockpool", "mlx_blockpool": about}
+        about = {
+            "state": self._state(model),
+            "default": default is not None and model == default.model,
+        }
+        return {
+            "id": id,
+            "object": "model",
+            "created": created,
+            "owned_by": "mlx-blockpool",
+            "mlx_blockpool": about,
+        }
 
     def _state(self, name: str) -> str:
-        """loaded: it is in memory. loading: it will be soon. available: a request for it loads it."""
+        """loaded: it is in memory. loading: it will be soon. available: a request for it loads
+        it.
+        """
         swap = self._registry.swap
         # The generation thread changes them meanwhile.
         coming, leaving = (None, None) if swap is None else (swap.coming, swap.leaving)
@@ -141,12 +187,16 @@ class ModelsEndpoint:
         }
 
     def _change(self) -> dict[str, Any] | None:
-        """The swap in progress or planned, and its stage; None: neither."""
+        """The swap in progress or planned, and its stage. None if there is neither."""
         swap, plan, id_of = self._registry.swap, self._registry.plan, self._catalog.id_of
         if swap is None:
             if plan.unload is None:
                 return None
-            return {"load": id_of(plan.load.model), "unload": id_of(plan.unload.model), "stage": "draining"}
+            return {
+                "load": id_of(plan.load.model),
+                "unload": id_of(plan.unload.model),
+                "stage": "draining",
+            }
         now, coming = time.monotonic(), swap.coming
         load, hashing = (swap.load, None) if coming is None else (coming.key, coming.hashing)
         return {
@@ -167,12 +217,31 @@ def _usage(model: LoadedModel) -> dict[str, Any]:
         "idle_seconds": 0.0 if model.is_busy else round(time.monotonic() - model.used, 3),
         "pool_bytes": model.pool_bytes,
         "array_bytes": model.array_bytes,
+        "used_bytes": model.report.get("used_bytes", 0),
     }
 
 
 def cache_report(registry: ModelRegistry, report: dict[str, Any]) -> dict[str, Any]:
-    """`report`, the figures of the pool used last; with several loaded models those of each under `models`."""
+    """`report`, the figures of the pool used last; with several loaded models those of each
+    under `models`.
+    """
     loaded = registry.loaded
     if len(loaded) < 2:
         return report
-    return {**report, "models": {registry.catalog.id_of(key.model): m.report for key, m in loaded.items()}}
+    return {
+        **report,
+        "models": {registry.catalog.id_of(key.model): m.report for key, m in loaded.items()},
+    }
+
+
+def store_report(registry: ModelRegistry) -> dict[str, str]:
+    """For GET /health, under `store`: what fails in the prompt store's folder; empty if nothing
+    does.
+    """
+    stores = [
+        store
+        for model in list(registry.loaded.values())
+        if (store := model.report.get("store")) is not None
+    ]
+    problem = next((store["problem"] for store in stores if store["problem"]), None)
+    return {} if problem is None else {"store": problem}

@@ -1,4 +1,7 @@
-"""Checks the files of a model before another model is unloaded for it. Runs on any thread and makes no arrays."""
+"""Checks the files of a model before another model is unloaded for it.
+
+Runs on any thread and makes no arrays.
+"""
 
 from __future__ import annotations
 
@@ -11,61 +14,80 @@ from typing import Any
 from huggingface_hub import HfApi, constants, snapshot_download
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from ... import claims, modelfile, system
 from ...config import ModelsConfig
 from ...errors import BadModelError, ModelNotFoundError, StoreError
 from ...formatting import line_of
 from ...mlx_lm_compat import get_classes
+from ...model_files import check, device, modelfile
 from ...store.identity import check_weights
+from ..provider import ModelKey
 from .catalog import Catalog, is_downloaded, is_folder
-from .provider import ModelKey
 
 log = logging.getLogger(__name__)
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "tokenizer_config.json")
 
 
-def inspect(key: ModelKey, catalog: Catalog, config: ModelsConfig, trusts_code: bool = False) -> int:
-    """Bytes of the weights of a model with its draft and adapter. A hub id is downloaded first if it may be.
+def inspect(
+    key: ModelKey, catalog: Catalog, config: ModelsConfig, trusts_code: bool = False
+) -> int:
+    """Bytes of the weights of a model with its draft and adapter. A hub id is downloaded first if
+    it may be.
 
-    Raises ModelNotFoundError if it does not exist, and BadModelError if mlx-lm cannot load its files or they do not fit.
+    Raises ModelNotFoundError if it does not exist, and BadModelError if mlx-lm cannot load its
+    files or they do not fit.
     """
-    folders = [folder_of(name, catalog, config.download_seconds) for name in (key.model, key.draft) if name is not None]
+    folders = [
+        folder_of(name, catalog, config.download_seconds)
+        for name in (key.model, key.draft)
+        if name is not None
+    ]
     adapter = None if key.adapter is None else Path(key.adapter)
     if adapter is not None:
         if not adapter.is_dir():
             raise ModelNotFoundError(f"There is no adapter at {adapter}.")
-        claims.check_folder(adapter)
-    size = sum(_weights(folder, config.build_seconds, trusts_code) for folder in folders)
+        check.check_folder(adapter)
+    size = sum(_weights(folder, trusts_code) for folder in folders)
     try:
         for folder in folders:
             check_weights(folder, adapter if folder is folders[0] else None)
     except StoreError as error:
         raise BadModelError(str(error)) from error
     # A process may exceed what the device recommends, but not the machine's memory.
-    total = max(system.memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    total = max(device.memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if size > total:
-        raise BadModelError(f"The weights of {key.model} take {size} bytes; this machine has {total}.")
+        raise BadModelError(
+            f"The weights of {key.model} take {size} bytes; this machine has {total}."
+        )
     return size
 
 
 def folder_of(model: str, catalog: Catalog, seconds: float) -> Path:
-    """The folder of a model, downloaded if it is not on disk and may be. Raises ModelNotFoundError."""
+    """The folder of a model, downloaded if it is not on disk and may be.
+
+    Raises ModelNotFoundError.
+    """
     if is_folder(model) or is_downloaded(model):
         folder = modelfile.local_folder(model)
     elif catalog.may_download(model):
         folder = _download(model, seconds)
     else:
-        raise ModelNotFoundError(f"{model} is not downloaded. Download it, or start the server with --allow-downloads.")
+        raise ModelNotFoundError(
+            f"{model} is not downloaded. Download it, or start the server with --allow-downloads."
+        )
     if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(f"{folder} is no model's folder: it has no config.json.")
+        raise ModelNotFoundError(f"{folder} is not the folder of a model: it has no config.json.")
     return folder
 
 
 def _download(model: str, seconds: float) -> Path:
-    """Download a model from the hub, which has to answer within `seconds`: on a dead network a client would wait for minutes."""
+    """Download a model from the hub, which has to answer within `seconds`: on a dead network a
+    client would wait for minutes.
+    """
     if constants.HF_HUB_OFFLINE:
-        raise ModelNotFoundError(f"{model} is not downloaded, and HF_HUB_OFFLINE is set. Download it first.")
+        raise ModelNotFoundError(
+            f"{model} is not downloaded, and HF_HUB_OFFLINE is set. Download it first."
+        )
     _ask_hub(model, seconds)
     log.info("downloading %s", model)
     try:
@@ -91,27 +113,31 @@ def _ask_hub(model: str, seconds: float) -> None:
     thread.start()
     thread.join(seconds)
     if failure:
-        raise ModelNotFoundError(f"{model} is neither a folder nor a model on the hub. {line_of(failure[0])}.")
+        raise ModelNotFoundError(
+            f"{model} is neither a folder nor a model on the hub. {line_of(failure[0])}."
+        )
 
 
-def _weights(folder: Path, build_seconds: float, trusts_code: bool) -> int:
+def _weights(folder: Path, trusts_code: bool) -> int:
     """Bytes of the weights in a folder, whose files are checked. Raises BadModelError."""
-    # What is cheap to refuse is refused before anything is built.
-    config = claims.check_config(folder, folder.name)
+    config = check.check_config(folder, folder.name)
     _check_type(folder, config, trusts_code)
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise BadModelError(f"{folder} has no tokenizer, which is one of {', '.join(TOKENIZERS)}.")
-    claims.try_to_build(config, folder.name, build_seconds)
-    return sum(path.stat().st_size for path in folder.glob(claims.WEIGHTS))
+    return sum(path.stat().st_size for path in folder.glob(check.WEIGHTS))
 
 
 def _check_type(folder: Path, config: dict[str, Any], trusts_code: bool) -> None:
     if config.get("model_file") is not None:
         if not trusts_code:
-            raise BadModelError(f"{folder} brings its own code, which only runs with --trust-remote-code.")
+            raise BadModelError(
+                f"{folder} brings its own code, which only runs with --trust-remote-code."
+            )
         return
     try:
         get_classes(config)
     except (KeyError, TypeError, ValueError, AttributeError, SystemExit) as error:
         # Some model files call exit() where a package is missing.
-        raise BadModelError(f"{folder}: mlx-lm knows no model of type {config.get('model_type')!r}: {error}") from error
+        raise BadModelError(
+            f"{folder}: mlx-lm knows no model of type {config.get('model_type')!r}: {error}"
+        ) from error

@@ -1,1 +1,3 @@
-"""Prompts: rendered and tokenized in processes of their own, so that no request can hold the server's."""
+"""Prompts: rendered and tokenized in worker processes, so that no request can block the
+server's.
+"""

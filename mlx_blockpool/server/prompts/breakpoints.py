@@ -1,33 +1,81 @@
-"""Cache breakpoints of a chat's prompt: those of its client, and the checkpoints of models with windows or states.
+"""Cache breakpoints of a chat's prompt: those of its client, and the checkpoints of models with
+windows or states.
 
-Such models can resume only at a checkpoint: after the system prompt and tools, and after the last message. Positions are found
-by rendering the template again, so that they are right for any template, also where the last message is a tool's result.
+Such models can resume only at a checkpoint: after the system prompt and tools, and after the last
+message. Positions are found by rendering the template again, so that they are right for any
+template, also where the last message is a tool's result.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...messages import SYSTEM, Message
+from ...hooks import SYSTEM, Message
 from ...prefix.trie import common_prefix
-from ..request import Breakpoint
 from .templates import REFUSED, Template
 
 log = logging.getLogger(__name__)
 
+SECONDS = {"5m": 300, "1h": 3600}
 # Some templates refuse a chat without a user's message.
 EMPTY: Message = {"role": "user", "content": ""}
 
 
-def checkpoint_positions(template: Template, prompt: list[int], messages: list[Message]) -> list[tuple[int, str]]:
-    """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too; none without a template."""
+@dataclass(frozen=True)
+class Breakpoint:
+    """A beginning of a chat that is worth keeping for `seconds`.
+
+    It ends after `parts` content parts of message number `message`, after the whole message where
+    `parts` is None, and after `parts` tools where `message` is None.
+    """
+
+    message: int | None
+    parts: int | None
+    seconds: int
+
+
+def message_breakpoints(messages: list[Message]) -> list[Breakpoint]:
+    """The breakpoints in messages, in their order."""
+    breakpoints = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        breakpoints += [
+            Breakpoint(i, j, s)
+            for j, part in enumerate(parts, 1)
+            if isinstance(part, dict) and (s := seconds_of(part))
+        ]
+        if seconds := seconds_of(message):
+            breakpoints.append(Breakpoint(i, None, seconds))
+    return breakpoints
+
+
+def seconds_of(marked: Mapping[str, Any]) -> int:
+    """Seconds for which a `cache_control` keeps its prefix; 0 without one, and for an unknown
+    kind.
+    """
+    control = marked.get("cache_control")
+    if not isinstance(control, dict):
+        return 0
+    ttl = control.get("ttl", "5m")
+    return SECONDS.get(ttl, 0) if isinstance(ttl, str) else 0
+
+
+def checkpoint_positions(
+    template: Template, prompt: list[int], messages: list[Message]
+) -> list[tuple[int, str]]:
+    """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too; none
+    without a template.
+    """
     if not template.tokenizer.has_chat_template:
         return []
-    leading = next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), len(messages))
+    leading = next(
+        (i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), len(messages)
+    )
     beginnings = [("user", messages)]
     if leading or template.tools:
         beginnings.append(("system", [*messages[:leading], EMPTY]))
@@ -40,12 +88,18 @@ def checkpoint_positions(template: Template, prompt: list[int], messages: list[M
 
 
 def _end_of(template: Template, prompt: list[int], beginning: list[Message]) -> int:
-    """Count the tokens that a rendered beginning has in common with the prompt; 0 where the template does not take it."""
+    """Count the tokens that a rendered beginning has in common with the prompt; 0 where the
+    template does not take it.
+    """
     arguments = {**template.options, "tools": template.tools}
     try:
-        tokens = template.tokenizer.apply_chat_template(beginning, add_generation_prompt=False, tokenize=True, **arguments)
+        tokens = template.tokenizer.apply_chat_template(
+            beginning, add_generation_prompt=False, tokenize=True, **arguments
+        )
     except REFUSED as error:
-        log.debug("no breakpoint: the template does not take %d messages: %s", len(beginning), error)
+        log.debug(
+            "no breakpoint: the template does not take %d messages: %s", len(beginning), error
+        )
         return 0
     return common_prefix(list(tokens), prompt)
 
@@ -53,7 +107,8 @@ def _end_of(template: Template, prompt: list[int], beginning: list[Message]) -> 
 def breakpoint_positions(
     template: Template, prompt: list[int], messages: list[Message], breakpoints: list[Breakpoint]
 ) -> list[tuple[int, int]]:
-    """(tokens, seconds) of each breakpoint whose place the rendered text shows, in order of the tokens.
+    """(tokens, seconds) of each breakpoint whose place the rendered text shows, in order of the
+    tokens.
 
     `messages`: as the client gave them, parts not joined.
     """
@@ -75,7 +130,10 @@ class _Chat:
     messages: list[Message]
 
     def end_of(self, point: Breakpoint, text: str) -> int:
-        """Count the characters of the rendered chat that a marked beginning takes; 0 where that is not known."""
+        """Count the characters of the rendered chat that a marked beginning takes.
+
+        0 if that cannot be found.
+        """
         if point.message is None:
             return self._end_of_tools(point.parts or 0, text)
         message = self.messages[point.message]
@@ -89,31 +147,44 @@ class _Chat:
         tools = (self.template.tools or [])[:count]
         name = f"_{tools[-1]['function']['name']}"
         another = {**tools[-1], "function": {**tools[-1]["function"], "name": name}}
-        alone, changed = (self._common([EMPTY], shown, text) for shown in (tools, [*tools[:-1], another]))
+        alone, changed = (
+            self._common([EMPTY], shown, text) for shown in (tools, [*tools[:-1], another])
+        )
         if alone > changed:
             return alone
-        leading = next((i for i, m in enumerate(self.messages) if m["role"] != "system"), len(self.messages))
+        leading = next(
+            (i for i, m in enumerate(self.messages) if m["role"] != "system"), len(self.messages)
+        )
         return self._common(self.messages[:leading], tools, text)
 
     def _common(self, beginning: list[Message], tools: list[Any] | None, text: str) -> int:
         if not beginning or beginning[-1]["role"] == "system":
             beginning = [*beginning, EMPTY]
         try:
-            return common_prefix(text, replace(self.template, tools=tools).text(beginning, add_generation_prompt=False))
+            return common_prefix(
+                text,
+                replace(self.template, tools=tools).text(beginning, add_generation_prompt=False),
+            )
         except REFUSED as error:
-            log.debug("no breakpoint: the template does not take %d messages: %s", len(beginning), error)
+            log.debug(
+                "no breakpoint: the template does not take %d messages: %s", len(beginning), error
+            )
             return 0
 
 
 def _counter(tokenizer: Any, prompt: list[int], text: str) -> Callable[[int], int]:
-    """A function from characters of the rendered text to tokens of the prompt: how many tokens lie before."""
+    """A function from characters of the rendered text to tokens of the prompt: how many tokens
+    lie before.
+    """
     try:
         encoded = tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     except (NotImplementedError, TypeError, KeyError):
         ids, offsets = None, ()
     if ids is not None and list(prompt[: len(ids)]) == list(ids):
-        behind = [end for _, end in offsets]
-        return lambda chars: bisect_right(behind, chars)
+        ends = [end for _, end in offsets]
+        return lambda chars: bisect_right(ends, chars)
     # The tokenizer reports no offsets.
-    return lambda chars: common_prefix(tokenizer.encode(text[:chars], add_special_tokens=False), prompt)
+    return lambda chars: common_prefix(
+        tokenizer.encode(text[:chars], add_special_tokens=False), prompt
+    )

@@ -1,6 +1,7 @@
-"""Text into tokens and back, and chats into text, for clients that count or render prompts themselves.
+"""Text into tokens and back, and chats into text, for clients that count or render prompts
+themselves.
 
-Runs in a worker process, beside the renderer of prompts.
+Runs in a worker process, like the renderer of prompts.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from ...config import RequestConfig
+from ...forms.token_bytes import byte_letters, spelled_bytes
 from ...mlx_lm_compat import convert_chat
-from ...token_bytes import byte_letters, spelled_bytes
 from .job import TokenizerJob, TokenizerResult
 from .renderer import PromptRenderer
 from .templates import Template, without_later_system
 
-# The most tokens of one result, which the server holds until its client has read them.
-MOST_TOKENS = 1_000_000
-
 
 def convert(renderer: PromptRenderer, job: TokenizerJob) -> TokenizerResult:
-    """Raises ValueError for tokens that the vocabulary lacks and for too many, and what templates and tokenizers raise."""
+    """Run a job.
+
+    Raises ValueError for unknown and for too many tokens, and what templates and tokenizers raise.
+    """
     tokenizer, text, tokens = renderer.tokenizer, "", list(job.tokens)
     if job.messages:
         text = _rendered(tokenizer, job)
@@ -32,12 +34,18 @@ def convert(renderer: PromptRenderer, job: TokenizerJob) -> TokenizerResult:
         text = str(tokenizer.decode(job.tokens, clean_up_tokenization_spaces=False))
     else:
         tokens = _joined(tokenizer, job)
-    if len(tokens) > MOST_TOKENS:
-        raise ValueError(f"The text has {len(tokens):,} tokens; at most {MOST_TOKENS:,} are returned. Send it in parts.")
+    if len(tokens) > RequestConfig.tokenized:
+        raise ValueError(
+            f"The text has {len(tokens):,} tokens; at most {RequestConfig.tokenized:,} are "
+            "returned. Send it in parts."
+        )
     template = getattr(tokenizer, "chat_template", None)
     return TokenizerResult(
         array("i", tokens),
-        {name: json.dumps(value).encode() for name, value in {"text": text, **_wanted(tokenizer, tokens, job)}.items()},
+        {
+            name: json.dumps(value).encode()
+            for name, value in {"text": text, **_wanted(tokenizer, tokens, job)}.items()
+        },
         template if isinstance(template, str) else None,
         bool(tokenizer.has_tool_calling),
         bool(tokenizer.has_thinking),
@@ -64,15 +72,23 @@ def _joined(tokenizer: Any, job: TokenizerJob) -> list[int]:
     _strings(tokenizer, [part for part in job.parts if isinstance(part, int)])
     tokens: list[int] = []
     for i, part in enumerate(job.parts):
-        tokens += [part] if isinstance(part, int) else _tokenized(tokenizer, part, job, is_first=i == 0)
+        tokens += (
+            [part] if isinstance(part, int) else _tokenized(tokenizer, part, job, is_first=i == 0)
+        )
     return tokens
 
 
 def _rendered(tokenizer: Any, job: TokenizerJob) -> str:
-    """The chat as text. As for replies, a template that rejects a later system message receives it as the user's."""
+    """The chat as text.
+
+    As for replies, a template that rejects a later system message receives it as the user's.
+    """
     if not tokenizer.has_chat_template:
         return str(convert_chat(job.messages, None))
-    template, lowered = Template(tokenizer, job.tools, job.options), without_later_system(job.messages)
+    template, lowered = (
+        Template(tokenizer, job.tools, job.options),
+        without_later_system(job.messages),
+    )
     try:
         return template.text(job.messages)
     except TemplateError:
@@ -91,7 +107,7 @@ def _strings(tokenizer: Any, tokens: list[int]) -> list[Any]:
 
 
 def _pieces(tokenizer: Any, tokens: list[int]) -> list[Any]:
-    """The text of each token, with its spaces; its bytes where they are no UTF-8 by themselves."""
+    """The text of each token, with its spaces; its bytes where they are not UTF-8 by themselves."""
     added, letters = tokenizer.get_added_vocab(), {}
     if "ByteLevel" in str(tokenizer.backend_tokenizer.decoder):
         letters = byte_letters()
@@ -106,4 +122,8 @@ def _pieces(tokenizer: Any, tokens: list[int]) -> list[Any]:
 
 
 def _bytes_of(string: str, letters: dict[str, int]) -> bytes:
-    return bytes(letters[letter] for letter in string if letter in letters) if letters else spelled_bytes(string)
+    return (
+        bytes(letters[letter] for letter in string if letter in letters)
+        if letters
+        else spelled_bytes(string)
+    )

@@ -1,6 +1,7 @@
-"""Renders and tokenizes one prompt: mlx-lm's own tokenization, how a reply has to begin, and where breakpoints stand.
+"""Renders and tokenizes one prompt: mlx-lm's own tokenization, how a reply has to begin, and the
+positions of breakpoints.
 
-Runs in a worker process, and knows nothing of pipes and limits.
+Runs in a worker process. Does not know about pipes and limits.
 """
 
 from __future__ import annotations
@@ -20,53 +21,47 @@ from mlx_lm.processors import PROCESSORS
 from mlx_lm.utils import load_config
 
 from ...errors import RequestTooLargeError
-from ...messages import Message
+from ...hooks import Message
 from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content, rebind
-from ..request import Breakpoint, message_breakpoints
-from .breakpoints import breakpoint_positions, checkpoint_positions
+from .breakpoints import Breakpoint, breakpoint_positions, checkpoint_positions, message_breakpoints
 from .job import PreparedImages, PreparedPrompt, PromptJob
 from .replay import Replay
 from .templates import Template, sample_call, without_later_system
 
 log = logging.getLogger(__name__)
 
-# What a normaliser of Unicode may take away: no more than this factor of the bytes.
-SHRINKING = 4
-
 
 class PromptRenderer:
-    """Renders jobs with one tokenizer. `longest_token`: bytes of text that one token stands for at most; None: unknown."""
+    """Renders jobs with one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.longest_token = longest_token(tokenizer)
 
     def render(self, job: PromptJob) -> PreparedPrompt:
-        """Raises ValueError for what the model cannot do, RequestTooLargeError, and what templates and tokenizers raise."""
+        """Raises ValueError for what the model cannot do, RequestTooLargeError, and what
+        templates and tokenizers raise.
+        """
         if job.request_type == "text":
-            self._check_length(job, job.prompt)
             return self._prepared(job, self._tokenize(job))
         begin, never = beginning(self.tokenizer, job) if job.is_chat_request else ("", None)
         if job.processor is not None:
-            # mlx-lm keeps no earlier replies and no beginnings of a chat with images.
+            # mlx-lm's path for images neither replays earlier replies nor has checkpoints.
             try:
                 return self._prepared(job, self._tokenize(job), begin, never)
             except OSError as error:
                 raise ValueError(f"{job.image_at}: {error}") from error
-        if not self.tokenizer.has_chat_template:
-            if job.is_chat_request:
-                process_message_content(job.messages)
-            self._check_length(job, "".join(str(message.get("content") or "") for message in job.messages))
+        if job.is_chat_request and not self.tokenizer.has_chat_template:
+            process_message_content(job.messages)
         original = copy.deepcopy(job.messages)
         try:
-            tokenized = self._tokenize_checked(job)
+            tokenized = self._tokenize(job)
         except TemplateError as error:
             lowered = without_later_system(original)
             if not job.is_chat_request or lowered == original:
                 raise
             log.debug("system messages inside of the conversation become the user's: %s", error)
             job.messages, original = lowered, copy.deepcopy(lowered)
-            tokenized = self._tokenize_checked(job)
+            tokenized = self._tokenize(job)
         replayed = Replay(self._template(job), job.messages).tokens()
         if replayed is not None:
             tokenized = replayed[0], [replayed[0]], ["assistant"], *tokenized[3:]
@@ -74,44 +69,51 @@ class PromptRenderer:
         self._find_breakpoints(job, original, prepared)
         if replayed is not None and prepared.checkpoints is not None:
             # The template's own rendering of the chat parts from the prompt at its first reply.
-            prepared.checkpoints = sorted({**dict(prepared.checkpoints), replayed[1]: "user"}.items())
+            prepared.checkpoints = sorted(
+                {**dict(prepared.checkpoints), replayed[1]: "user"}.items()
+            )
         return prepared
 
     def _tokenize(self, job: PromptJob) -> Any:
-        """mlx-lm's own, which reads the generator's processor and options and nothing else of it."""
-        processor = None if job.processor is None else image_processor(job.processor, job.source.folder)
+        """mlx-lm's tokenization, which only needs the processor and the options of its
+        generator.
+        """
+        processor = (
+            None if job.processor is None else image_processor(job.processor, job.source.folder)
+        )
         options = types.SimpleNamespace(chat_template_args=job.options)
-        generator = types.SimpleNamespace(model_provider=types.SimpleNamespace(processor=processor, cli_args=options))
-        request = CompletionRequest(job.request_type, job.prompt, job.messages, job.tools, job.role_mapping)
+        generator = types.SimpleNamespace(
+            model_provider=types.SimpleNamespace(processor=processor, cli_args=options)
+        )
+        request = CompletionRequest(
+            job.request_type, job.prompt, job.messages, job.tools, job.role_mapping
+        )
         arguments = types.SimpleNamespace(chat_template_kwargs=None)
         return ResponseGenerator._tokenize(generator, self.tokenizer, request, arguments)
 
-    def _tokenize_checked(self, job: PromptJob) -> Any:
-        if job.capacity is not None and self.longest_token is not None and self.tokenizer.has_chat_template:
-            text = self._template(job).text(job.messages, add_generation_prompt=True)
-            self._check_length(job, text)
-        return self._tokenize(job)
-
-    def _check_length(self, job: PromptJob, text: str) -> None:
-        """Refuse by its bytes what is too long however it is tokenized."""
-        if job.capacity is None or self.longest_token is None or len(text) <= job.capacity:
-            return
-        least = len(text.encode("utf-8", "surrogatepass")) // self.longest_token
-        if least >= job.capacity:
-            raise RequestTooLargeError(least + 1, job.capacity)
-
-    def _prepared(self, job: PromptJob, tokenized: Any, begin: str = "", never: int | None = None) -> PreparedPrompt:
+    def _prepared(
+        self, job: PromptJob, tokenized: Any, begin: str = "", never: int | None = None
+    ) -> PreparedPrompt:
         if begin:
-            tokenized = begun(self.tokenizer, tokenized, begin, "tool" if job.calls == "must" else "normal")
+            tokenized = begun(
+                self.tokenizer, tokenized, begin, "tool" if job.calls == "must" else "normal"
+            )
         prompt, segments, kinds, initial_state, vision = tokenized
         if job.capacity is not None and len(prompt) + 1 > job.capacity:
             raise RequestTooLargeError(len(prompt) + 1, job.capacity)
         encode = self.tokenizer.encode
-        prepared = PreparedPrompt(list(prompt), [len(segment) for segment in segments], list(kinds), initial_state, never=never)
+        prepared = PreparedPrompt(
+            list(prompt),
+            [len(segment) for segment in segments],
+            list(kinds),
+            initial_state,
+            never=never,
+        )
         if vision is not None and not job.only_count:
             prepared.images = PreparedImages(vision.pixel_values, vision.starts, vision.cache_key)
-        prepared.prediction = list(encode(job.prediction, add_special_tokens=False)) if job.prediction else []
-        prepared.stops = [(tuple(encode(word, add_special_tokens=False)), word) for word in job.stop_words]
+        prepared.prediction = (
+            list(encode(job.prediction, add_special_tokens=False)) if job.prediction else []
+        )
         if self.tokenizer.has_tool_calling:
             prepared.call = self.tokenizer.tool_call_start, self.tokenizer.tool_call_end or ""
         if job.holds_calls:
@@ -122,32 +124,31 @@ class PromptRenderer:
     def _call_spelling(self) -> str:
         return sample_call(self.tokenizer)
 
-    def _find_breakpoints(self, job: PromptJob, original: list[Message], prepared: PreparedPrompt) -> None:
+    def _find_breakpoints(
+        self, job: PromptJob, original: list[Message], prepared: PreparedPrompt
+    ) -> None:
         breakpoints: list[Breakpoint] = [
             *(Breakpoint(None, tools, seconds) for tools, seconds in job.tool_breakpoints),
             *message_breakpoints(original),
         ]
         if breakpoints and self.tokenizer.has_chat_template:
-            prepared.breakpoints = breakpoint_positions(self._template(job), prepared.tokens, original, breakpoints)
+            prepared.breakpoints = breakpoint_positions(
+                self._template(job), prepared.tokens, original, breakpoints
+            )
         if job.checkpoints:
-            prepared.checkpoints = checkpoint_positions(self._template(job), prepared.tokens, job.messages)
+            prepared.checkpoints = checkpoint_positions(
+                self._template(job), prepared.tokens, job.messages
+            )
 
     def _template(self, job: PromptJob) -> Template:
         return Template(self.tokenizer, job.tools, job.options)
 
 
-def longest_token(tokenizer: Any) -> int | None:
-    """Bytes of text that one token stands for at most. None for tokenizers that may write any text as one unknown token."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or "ByteLevel" not in str(backend.pre_tokenizer) or type(backend.model).__name__ != "BPE":
-        return None
-    # Letters of a byte-level vocabulary stand for one byte each; added tokens are text.
-    longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
-    return longest if backend.normalizer is None else longest * SHRINKING
-
-
 def image_processor(name: str, folder: str) -> Any:
-    """mlx-lm's image processor of this name, for the model in `folder`. Its pixels stay numpy arrays: a worker has no device."""
+    """mlx-lm's image processor of this name, for the model in `folder`.
+
+    Its pixels stay numpy arrays: a worker has no device.
+    """
     stock: Any = PROCESSORS[name]
     on_numpy = rebind(stock.preprocess_image, mx=types.SimpleNamespace(array=np.ascontiguousarray))
     ours: Any = type(stock.__name__, (stock,), {"preprocess_image": on_numpy})
@@ -155,7 +156,8 @@ def image_processor(name: str, folder: str) -> Any:
 
 
 def beginning(tokenizer: Any, job: PromptJob) -> tuple[str, int | None]:
-    """(the text that the reply has to begin with, the token that must not be drawn so that no call begins).
+    """(the text that the reply has to begin with, the token that must not be drawn so that no call
+    begins).
 
     The job's tools are taken out where that is the only way to have no calls.
     Raises ValueError where a call is needed and the model cannot be made to begin one.
@@ -164,20 +166,26 @@ def beginning(tokenizer: Any, job: PromptJob) -> tuple[str, int | None]:
     if job.calls == "never" and job.tools:
         start: Sequence[int] = list(tokenizer.tool_call_start_tokens or ())
         if len(start) == 1:
-            # The tools stay in the prompt, whose beginning is known with them.
+            # The tools stay in the prompt: its cached beginning has them.
             never = start[0]
         else:
             job.tools = None
     if job.calls != "must":
         return job.begin, never
-    goes_elsewhere = any(dst == "tool" for edges in tokenizer.response_transitions.values() for _, dst in edges)
+    goes_elsewhere = any(
+        dst == "tool" for edges in tokenizer.response_transitions.values() for _, dst in edges
+    )
     if not tokenizer.has_tool_calling or goes_elsewhere:
-        raise ValueError("tool_choice: this model cannot be made to call a tool; 'auto' and 'none' are supported")
+        raise ValueError(
+            "tool_choice: this model cannot be made to call a tool; 'auto' and 'none' are supported"
+        )
     return f"{job.begin}{tokenizer.tool_call_start}", never
 
 
 def begun(tokenizer: Any, tokenized: Any, begin: str, state: str) -> Any:
-    """The tokenized prompt with the beginning of the reply after it; what the template has begun to think ends first."""
+    """The tokenized prompt with the beginning of the reply after it; what the template has begun
+    to think ends first.
+    """
     prompt, segments, kinds, initial_state, vision = tokenized
     if initial_state == "reasoning":
         begin = f"{tokenizer.think_end}\n\n{begin}"

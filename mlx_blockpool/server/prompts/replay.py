@@ -1,7 +1,9 @@
-"""Prompts in which earlier replies stand as they were sampled, token for token, whatever the template would make of them.
+"""Prompts in which earlier replies have exactly the tokens that were sampled, even if the template
+would write others.
 
-Each reply is rendered as a word that stands for it. What the template writes before such words, between them and after them is
-tokenized; the sampled tokens go where the words are. So a prompt begins with the prompt and the reply of the turn before it.
+Each reply is rendered as a word that stands for it. What the template writes before such words,
+between them and after them is tokenized; the sampled tokens go where the words are. So a prompt
+begins with the prompt and the reply of the turn before it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 
 from jinja2 import TemplateError
 
-from ...messages import Message, Replayed
+from ...hooks import Message, Replayed
 from ...prefix.trie import common_prefix
 from .templates import Template
 
@@ -26,16 +28,27 @@ class Replay:
         self._template, self._tokenizer = template, template.tokenizer
         self._messages = messages
         self._word = f"replayed{secrets.token_hex(8)}"
-        self._stops = {int(token): str(self._tokenizer.decode([token])) for token in self._tokenizer.eos_token_ids}
+        self._stops = {
+            int(token): str(self._tokenizer.decode([token]))
+            for token in self._tokenizer.eos_token_ids
+        }
 
     def tokens(self) -> tuple[list[int], int] | None:
-        """The prompt, and how many tokens stand before the opening of its reply. None where the template's own has to do."""
-        if not (self._tokenizer.has_chat_template and any(isinstance(message, Replayed) for message in self._messages)):
+        """The prompt, and the number of its tokens before the reply's opening.
+
+        None if the template's prompt has to be used.
+        """
+        if not (
+            self._tokenizer.has_chat_template
+            and any(isinstance(message, Replayed) for message in self._messages)
+        ):
             return None
         try:
             return self._built()
         except (LookupError, TemplateError, ValueError, TypeError, AttributeError) as error:
-            log.info("replies are not put back as they were sampled: %s: %s", type(error).__name__, error)
+            log.info(
+                "replies are not put back as they were sampled: %s: %s", type(error).__name__, error
+            )
             return None
 
     def _built(self) -> tuple[list[int], int]:
@@ -44,33 +57,49 @@ class Replay:
         last: Message | None = None
         for message in self._messages:
             if isinstance(message, Replayed):
-                tokens += self._encoded(self._behind(last, self._template.text(shown, add_generation_prompt=True)))
+                tokens += self._encoded(
+                    self._after(last, self._template.text(shown, add_generation_prompt=True))
+                )
                 tokens += self._without_stop(message.tokens)
                 last = message = self._stand_in(message)
             shown.append(message)
         opened, closed = (
-            self._encoded(self._behind(last, self._template.text(shown, add_generation_prompt=opens))) for opens in (True, False)
+            self._encoded(
+                self._after(last, self._template.text(shown, add_generation_prompt=opens))
+            )
+            for opens in (True, False)
         )
         return [*tokens, *opened], len(tokens) + common_prefix(opened, closed)
 
     def _stand_in(self, message: Message) -> Message:
-        """A message with the word where its reply is. Calls stay: templates look for them before the results of tools."""
+        """A message with the word where its reply is.
+
+        Calls stay: templates look for them before the results of tools.
+        """
         arguments = {"word": self._word}
-        calls = [{**call, "function": {**call["function"], "arguments": arguments}} for call in message.get("tool_calls") or ()]
+        calls = [
+            {**call, "function": {**call["function"], "arguments": arguments}}
+            for call in message.get("tool_calls") or ()
+        ]
         if calls:
             return {"role": "assistant", "content": "", "tool_calls": calls}
         return {"role": "assistant", "content": self._word}
 
-    def _behind(self, last: Message | None, text: str) -> str:
-        """Cut `text` behind the last reply that was put back. Raises LookupError where that is not found."""
+    def _after(self, last: Message | None, text: str) -> str:
+        """Cut `text` after the last reply that was put back.
+
+        Raises LookupError if that reply is not found.
+        """
         if last is None:
             return text
         at = text.rindex(self._word) + len(self._word) if self._word in text else -1
         if at < 0:
             raise LookupError("the template does not show a reply")
         if last.get("tool_calls"):
-            # Behind the word the template ends the call; the sampled tokens do so themselves.
-            ends = [end for stop in self._stops.values() if stop and (end := text.find(stop, at)) >= 0]
+            # After the word the template ends the call, and so do the sampled tokens.
+            ends = [
+                end for stop in self._stops.values() if stop and (end := text.find(stop, at)) >= 0
+            ]
             if not ends:
                 raise LookupError("the template does not end a call with a token that ends replies")
             at = min(ends)

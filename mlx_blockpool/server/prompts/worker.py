@@ -1,8 +1,9 @@
-"""A prompt worker's process: loads tokenizers, renders one prompt after the other, and ends with the server.
+"""A prompt worker's process: loads tokenizers, renders one prompt after the other, and ends with
+the server.
 
-main() is given the descriptor of a socket and a mode. "fork": it forks a worker for each connection that is sent over the
-socket. "serve": it is a worker itself, on that socket. The processor time and the memory of each job are bounded by the kernel,
-whatever its code does.
+main() is given the descriptor of a socket and a mode. "fork": it forks a worker for each connection
+that is sent over the socket. "serve": it is a worker itself, on that socket. The processor time of
+each job is bounded by the kernel, whatever its code does; the server watches its memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import gc
 import logging
 import os
-import pickle
 import resource
 import signal
 import socket
@@ -26,26 +26,20 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config, load_tokenizer
 
-from ...errors import PromptError
+from ...config import PromptConfig
+from ...errors import PromptError, RequestTooLargeError
 from ..bodies import check_json
 from .conversion import convert
-from .job import OUT_OF_TIME, Job, Limits, Pieces, PreparedPrompt, PromptJob, TokenizerSource, pack_error, send
+from .job import Job, OutOfTimeError, PromptJob, Result, TokenizerSource
 from .renderer import PromptRenderer
 
 log = logging.getLogger(__name__)
 
-# Tokenizers that a worker keeps.
-MOST_TOKENIZERS = 4
-# A job whose code does not let Python's own limit end it is ended by the kernel after this many seconds more.
+# A job whose code does not let Python's own limit end it is ended by the kernel after this many
+# seconds more.
 GRACE_SECONDS = 2
-# How much a worker gives way to its server.
-NICE = 5
-# A worker that has needed this part of its memory for a job ends after its result.
+# A worker ends after a job that has used this share of its memory.
 WORN = 0.25
-
-
-class OutOfTimeError(BaseException):
-    """Raised where a job has used up its time. No `except Exception` of a template's code holds it."""
 
 
 class Tokenizers:
@@ -54,12 +48,17 @@ class Tokenizers:
     def __init__(self) -> None:
         self._renderers: OrderedDict[Any, PromptRenderer] = OrderedDict()
 
-    def get(self, source: TokenizerSource) -> PromptRenderer:
-        """Raises whatever mlx-lm and the files raise."""
-        key = source.folder, repr(source.config), source.use_default_chat_template, stamp_of(Path(source.folder))
+    def get(self, source: TokenizerSource, most: int) -> PromptRenderer:
+        """At most this many are kept. Raises whatever mlx-lm and the files raise."""
+        key = (
+            source.folder,
+            repr(source.config),
+            source.use_default_chat_template,
+            stamp_of(Path(source.folder)),
+        )
         if key not in self._renderers:
             self._renderers[key] = PromptRenderer(load_tokenizer_of(source))
-            while len(self._renderers) > MOST_TOKENIZERS:
+            while len(self._renderers) > most:
                 self._renderers.popitem(last=False)
         self._renderers.move_to_end(key)
         return self._renderers[key]
@@ -73,37 +72,39 @@ def serve(connection: Connection) -> None:
     tokenizers = Tokenizers()
     fresh = _resident_bytes()
     connection.send(os.getpid())
-    while True:
-        limits, job = pickle.loads(connection.recv_bytes())
-        pieces = _result(tokenizers, limits, job)
-        is_worn = _resident_bytes() - fresh > WORN * limits.memory_bytes
-        send(connection, pieces, is_worn)
-        if is_worn:
-            return
-        del pieces
+    is_worn = False
+    while not is_worn:
+        config, seconds = connection.recv()
+        connection.send(_result(tokenizers, config, seconds, connection.recv()))
+        is_worn = _resident_bytes() - fresh > WORN * config.memory_bytes
 
 
-def _result(tokenizers: Tokenizers, limits: Limits, job: Job) -> Pieces:
+def _result(
+    tokenizers: Tokenizers, config: PromptConfig, seconds: float, job: Job
+) -> Result | BaseException:
+    """The result of a job, or why it has failed.
+
+    `seconds`: of the processor, without those for loading its tokenizer.
+    """
     try:
-        with _memory(limits.memory_bytes):
-            if isinstance(job, bytes):
-                with _processor_time(limits.seconds):
-                    check_json(job)
-                return PreparedPrompt().pack()
-            with _processor_time(limits.load_seconds):
-                renderer = tokenizers.get(job if isinstance(job, TokenizerSource) else job.source)
-            if isinstance(job, TokenizerSource):
-                return PreparedPrompt().pack()
-            with _processor_time(limits.seconds):
-                return (renderer.render(job) if isinstance(job, PromptJob) else convert(renderer, job)).pack()
-    except OutOfTimeError:
-        return OUT_OF_TIME
-    except MemoryError:
-        return pack_error(PromptError(f"The prompt needs more than {limits.memory_bytes:,} bytes of memory to be rendered."))
+        if isinstance(job, bytes):
+            with _processor_time(seconds):
+                check_json(job)
+            return None
+        with _processor_time(config.load_seconds):
+            renderer = tokenizers.get(
+                job if isinstance(job, TokenizerSource) else job.source, config.tokenizers
+            )
+        if isinstance(job, TokenizerSource):
+            return None
+        with _processor_time(seconds):
+            return renderer.render(job) if isinstance(job, PromptJob) else convert(renderer, job)
+    except (OutOfTimeError, RequestTooLargeError) as error:
+        return error
     except Exception as error:
         # Templates and tokenizers are other people's code.
         log.debug("the prompt cannot be rendered", exc_info=True)
-        return pack_error(error)
+        return PromptError(str(error) or type(error).__name__)
 
 
 def load_tokenizer_of(source: TokenizerSource) -> TokenizerWrapper:
@@ -117,7 +118,7 @@ def load_tokenizer_of(source: TokenizerSource) -> TokenizerWrapper:
 
 
 def stamp_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """A value that changes with every file beside the weights."""
+    """A value that changes with every file except the weights."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -128,7 +129,7 @@ def stamp_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(sorted(found))
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------------
 
 
 def _out_of_time(*_: Any) -> None:
@@ -137,11 +138,15 @@ def _out_of_time(*_: Any) -> None:
 
 @contextlib.contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raises OutOfTimeError once the block has run this long; code that does not return to Python ends with the process."""
+    """Raises OutOfTimeError once the block has run this long; code that does not return to
+    Python ends with the process.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = int(used.ru_utime + used.ru_stime + seconds) + GRACE_SECONDS
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (hard if most == resource.RLIM_INFINITY else min(hard, most), most))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (hard if most == resource.RLIM_INFINITY else min(hard, most), most)
+    )
     signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
     try:
         yield
@@ -150,35 +155,13 @@ def _processor_time(seconds: float) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_CPU, (most, most))
 
 
-@contextlib.contextmanager
-def _memory(size: int) -> Iterator[None]:
-    """MemoryError where the block takes this many bytes more than there are now. macOS sets no such limit; the server looks."""
-    before, most = resource.getrlimit(resource.RLIMIT_AS)
-    taken = _address_bytes()
-    if taken is not None:
-        limit = taken + size
-        resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, most))
-
-
-def _address_bytes() -> int | None:
-    """Bytes of the address space in use; None where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return None
-
-
 def _resident_bytes() -> int:
     """The most memory that this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# -- the process -------------------------------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------
 
 
 def fork_workers(control: socket.socket) -> None:
@@ -213,10 +196,12 @@ def _serve_and_exit(connection: Connection) -> None:
 def main(descriptor: int, mode: str) -> None:
     """The whole life of a process; it never returns."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Where processors are few, the replies that run come first.
-    os.nice(NICE)
+    # Running replies go first if there are few processors.
+    os.nice(PromptConfig.niceness)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s - %(levelname)s - %(message)s", force=True)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s - %(levelname)s - %(message)s", force=True
+    )
     # The server loads the same tokenizers, and logs their warnings.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if mode == "fork":
@@ -224,17 +209,3 @@ def main(descriptor: int, mode: str) -> None:
             fork_workers(socket.socket(fileno=descriptor))
         os._exit(0)
     _serve_and_exit(Connection(descriptor))
-
-
-def main_of_fork(descriptor: int) -> None:
-    """main() in "fork" mode, in a fork of the server's process: of its files it keeps the output and the descriptor."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for name in os.listdir("/dev/fd"):
-            if int(name) not in (0, 1, 2, descriptor):
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
-        main(descriptor, "fork")
-    finally:
-        # Nothing of the server's code may run here.
-        os._exit(1)

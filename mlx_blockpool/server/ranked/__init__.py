@@ -1,1 +1,3 @@
-"""One server of several ranks: rank 0 leads the turns, and the others follow."""
+"""A server of several ranks: its leader with the clients, the replicas that follow it, and the
+end of a rank.
+"""

@@ -1,4 +1,5 @@
-"""How rank 0 takes turns: Solo without other ranks; Leader with them, by exchanges that bring all that changes an engine.
+"""Leader: how rank 0 runs the steps of a group's models: by exchanges that bring all that changes
+an engine.
 
 Owned by the generation thread.
 """
@@ -11,151 +12,108 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import Any
 
 from ...config import RankConfig, ServerConfig
 from ...errors import GroupError, GroupLostError
 from ...ranks.facts import Addressed, Cancel, Load, Unload
 from ...ranks.head import Act, Head
-from ...ranks.lookout import Lookout
-from ..ending import Loss
+from ...ranks.watchdog import TurnWatchdog
+from ..generator import LAST_WORDS_SECONDS, BlockpoolGenerator
 from ..model import LoadedModel
-from ..models.provider import ModelKey
+from ..models.registry import ModelSwap
+from ..provider import ModelKey
 from ..replies import Reply
-from .acts import engine_of
-from .condition import Condition
-from .replica import Replica, loss_of
-
-if TYPE_CHECKING:
-    from ..generator import BlockpoolGenerator
+from ..step_driver import StepDriver
+from .ending import Loss
+from .replica import Replica, SharedModel, driver_of, loss_of
 
 log = logging.getLogger(__name__)
 
-# How long an idle thread waits for a request at a time.
-IDLE_SECONDS = 0.1
-# How long a process that ends waits for the responses that say why requests have ended.
-LAST_WORDS_SECONDS = 0.5
 
+class Leader(StepDriver):
+    """Runs the steps of a group, on rank 0. `loss`: the end of the process. `clock`: seconds."""
 
-class Turns(Protocol):
-    """How the generation thread takes turns.
-
-    nap_seconds: how long it may wait for arrivals while there is no work.
-    stop:        what stops the server in order, once it listens.
-    condition:   the ranks as their last heads have them.
-    """
-
-    nap_seconds: float
-    condition: Condition
-    stop: Callable[[], None] | None
-
-    def begin(self) -> None:
-        """Before the first turn. Raises GroupError if the ranks cannot serve together."""
-
-    def step(self, served: LoadedModel) -> bool:
-        """A step of a model, or several short ones. Returns whether it has made progress."""
-        ...
-
-    def idle(self, models: Collection[LoadedModel], rests: bool = False) -> None:
-        """Let the idle ones of the models write behind. `rests`: there is no work, and the next turn may come later."""
-
-    def drop(self, key: ModelKey, reply: Reply) -> None:
-        """A request that waits for its model to be loaded again is dropped."""
-
-    def lose(self, error: BaseException) -> None:
-        """After an error in the generation thread: end the process if the other ranks cannot know how far this one is."""
-
-    def end(self) -> None:
-        """Behind the last turn."""
-
-
-class Solo:
-    """Turns of one rank. `catch_up`: work that waits until there is no other."""
-
-    nap_seconds = IDLE_SECONDS
-    stop: Callable[[], None] | None = None
-
-    def __init__(self, catch_up: Callable[[], None] = lambda: None) -> None:
-        self.condition = Condition()
-        self._catch_up = catch_up
-
-    def begin(self) -> None:
-        pass
-
-    def step(self, served: LoadedModel) -> bool:
-        return served.step()
-
-    def idle(self, models: Collection[LoadedModel], rests: bool = False) -> None:
-        for served in models:
-            if not served.live:
-                served.idle()
-        if rests:
-            self._catch_up()
-
-    def drop(self, key: ModelKey, reply: Reply) -> None:
-        pass
-
-    def lose(self, error: BaseException) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-class Leader:
-    """Turns of a group, on rank 0. `loss`: the end of the process."""
-
-    def __init__(self, replica: Replica, config: RankConfig, loss: Loss) -> None:
-        self.stop: Callable[[], None] | None = None
-        self.nap_seconds = IDLE_SECONDS
-        self.condition = Condition()
-        self.lose = loss.end
+    def __init__(
+        self,
+        replica: Replica,
+        config: RankConfig,
+        loss: Loss,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        # A group reads a model in one turn.
+        self.most_seconds = config.load_seconds
+        self._loss = loss
         self._replica = replica
         self._config = config
         self._facts: list[Addressed] = []
-        self._has_begun = False
-        self._step_seconds = config.lease_seconds
-        # When there was work last, in seconds of time.monotonic().
-        self._worked = time.monotonic()
+        self._has_begun = self._is_napping = False
+        # How long a step of each model took last, by its number.
+        self._step_seconds: dict[int, float] = {}
+        self._clock = clock
+        # When there was work last.
+        self._worked = clock()
 
     def begin(self) -> None:
         self._replica.agree()
         self._has_begun = True
 
     def step(self, served: LoadedModel) -> bool:
-        turns = engine_of(served).lease_for(self._step_seconds, self._config)
-        step_us = int(self._step_seconds * 1e6)
+        assert isinstance(served, SharedModel)
+        seconds = self._step_seconds.get(served.number, self._config.lease_seconds)
+        turns = driver_of(served).lease_for(seconds, self._config)
+        step_us = int(seconds * 1e6)
         head = self._exchange(Head(Act.STEP, step_us=step_us, turns=turns, model=served.number))
-        self._worked = start = time.monotonic()
+        self._worked = start = self._clock()
         progress, steps = self._run(head)
-        self._step_seconds = (time.monotonic() - start) / steps
+        self._step_seconds[served.number] = (self._clock() - start) / steps
         return progress
 
     def idle(self, models: Collection[LoadedModel], rests: bool = False) -> None:
         if not self._has_begun:
             # The other ranks have ended, and this one is about to.
             return
-        calm = int((time.monotonic() - self._worked) / self._config.calm_seconds)
-        naps = self._config.nap_ms
-        nap_ms = naps[min(calm, len(naps) - 1)] if rests else 0
+        nap_ms = self._nap_ms() if rests else 0
         self._run(self._exchange(Head(Act.IDLE, nap_ms=nap_ms)))
-        self.nap_seconds = nap_ms / 1000
+        self.nap_seconds, self._is_napping = nap_ms / 1000, nap_ms > 0
+
+    def _nap_ms(self) -> int:
+        """How long all ranks sleep now: the longer, the longer there was no work.
+
+        The longest nap is one that can be ended.
+        """
+        config = self._config
+        calm = int((self._clock() - self._worked) / config.calm_seconds)
+        naps = (
+            (*config.nap_ms, config.long_nap_ms)
+            if self._replica.wakes.are_connected
+            else config.nap_ms
+        )
+        return naps[min(calm, len(naps) - 1)]
 
     def drop(self, key: ModelKey, reply: Reply) -> None:
         if reply.sequence is not None:
             self._facts.append((self._replica.name_of(key), Cancel(reply.sequence.uid)))
 
+    def lose(self, error: BaseException) -> None:
+        self._loss.end(error)
+
     def load(self, model: LoadedModel) -> None:
-        """Load a prepared model on all ranks. Raises LoadError if one of them cannot, and what Replica.load() raises."""
+        """Load a prepared model on all ranks.
+
+        Raises LoadError if one of them cannot, and what Replica.load() raises.
+        """
         self._exchange(Head(), (self._replica.name_of(model.key), Load()))
         self._replica.load(model)
-        self._worked = time.monotonic()
+        self._worked = self._clock()
 
     def unload(self, model: LoadedModel) -> None:
         """Have the other ranks unload a model, which is still loaded here."""
         self._exchange(Head(), (self._replica.name_of(model.key), Unload()))
         # Of the facts that came with it: their errors, and tokens that forms force.
-        for event in engine_of(model).take_events():
+        for event in driver_of(model).take_events():
             model.deliver(event)
 
     def end(self) -> None:
@@ -171,12 +129,15 @@ class Leader:
             self.lose(error)
 
     def _exchange(self, head: Head, *facts: Addressed) -> Head:
+        if self._is_napping:
+            self._is_napping = False
+            self._replica.wakes.wake()
         noted, self._facts = [*self._facts, *facts], []
         with _alike():
-            heads, _ = self._replica.exchange(replace(head, now_us=int(time.monotonic() * 1e6)), noted)
+            heads, _ = self._replica.exchange(replace(head, now_us=int(self._clock() * 1e6)), noted)
         self.condition.note(heads)
         if self.stop is not None and any(each.wants_stop for each in heads):
-            # It waits for the requests in progress, on a thread of its own.
+            # It waits for the requests in progress, on another thread.
             threading.Thread(target=self.stop, name="stop", daemon=True).start()
             self.stop = None
         return heads[0]
@@ -188,9 +149,31 @@ class Leader:
         return done
 
 
+class SharedSwap(ModelSwap):
+    """A swap on all ranks of a group, which stand still meanwhile."""
+
+    def __init__(self, leader: Leader, *of_swap: Any, **more: Any) -> None:
+        self._leader = leader
+        super().__init__(*of_swap, **more)
+
+    def _take_out(self, key: ModelKey) -> Iterator[None]:
+        self._leader.unload(self._models.loaded[key])
+        yield from super()._take_out(key)
+
+    def _save(self, leaving: LoadedModel) -> Iterator[None]:
+        yield from ()
+
+    def _open(self, coming: LoadedModel) -> Iterator[None]:
+        yield
+        self._leader.load(coming)
+
+
 @contextmanager
 def _alike() -> Iterator[None]:
-    """What all ranks do alike: after an error in it no other rank knows how far this one has come. Raises GroupError for any."""
+    """What all ranks do alike: other ranks cannot know how far this one has come after an error.
+
+    Raises GroupError for any.
+    """
     try:
         yield
     except GroupError:
@@ -199,15 +182,19 @@ def _alike() -> Iterator[None]:
         raise GroupLostError(0, f"{type(error).__name__}: {error}") from error
 
 
-def turns_of(generator: BlockpoolGenerator, config: ServerConfig) -> Solo | Leader:
-    """The turns of a server, alone or as rank 0."""
+def step_driver(generator: BlockpoolGenerator, config: ServerConfig) -> StepDriver:
+    """The driver of a server on one machine, or of rank 0."""
     registry, ranks = generator.registry, generator.registry.template.ranks
-    if ranks.size == 1:
-        registry.speeds.has_arrivals = lambda: generator._stop or not generator.requests.empty()
-        return Solo(registry.speeds.catch_up)
-    loss = loss_of(registry, config, generator.give_up, lambda: generator.access.wait_until_empty(LAST_WORDS_SECONDS))
-    lookout = Lookout(config.ranks.seconds, loss.end)
-    lookout.start()
-    replica = Replica(ranks, registry, config, lookout)
-    registry.leader = Leader(replica, config.ranks, loss)
-    return registry.leader
+    if ranks.decides:
+        return StepDriver()
+    loss = loss_of(
+        registry,
+        config,
+        generator.give_up,
+        lambda: generator.access.wait_until_empty(LAST_WORDS_SECONDS),
+    )
+    watchdog = TurnWatchdog(config.ranks.seconds, loss.end)
+    watchdog.start()
+    leader = Leader(Replica(ranks, registry, config, watchdog), config.ranks, loss)
+    registry.swap_class = partial(SharedSwap, leader)
+    return leader

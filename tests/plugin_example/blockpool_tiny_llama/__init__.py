@@ -1,15 +1,13 @@
-"""Describes llama models without windows, from config.json alone, and drafts with the model that BLOCKPOOL_DRAFT_MODEL names.
+"""Describes llama models without windows, from config.json alone.
 
 mlx_lm/models/llama.py makes one KVCache a layer.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from mlx_blockpool import ModelCacheSpec, hookimpl
-from mlx_blockpool.drafts.draft import SourceFactory
 from mlx_blockpool.spec import FullLayer
 
 
@@ -20,15 +18,6 @@ def model_cache_spec(config: dict[str, Any], model_id: str) -> ModelCacheSpec | 
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     layers = (FullLayer(heads, key_dim=dim, value_dim=dim),) * config["num_hidden_layers"]
-    return ModelCacheSpec(f"{model_id}, by tiny-llama", layers, dtype=config.get("torch_dtype", "bfloat16"))
-
-
-@hookimpl
-def draft_sources(config: dict[str, Any]) -> list[SourceFactory]:
-    path = os.environ.get("BLOCKPOOL_DRAFT_MODEL")
-    if not path:
-        return []
-    # mlx-lm takes a second to import, which plans do not wait for.
-    from .draft_model import sources_with
-
-    return sources_with(path, config)
+    return ModelCacheSpec(
+        f"{model_id}, by tiny-llama", layers, dtype=config.get("torch_dtype", "bfloat16")
+    )

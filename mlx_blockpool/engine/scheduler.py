@@ -1,0 +1,402 @@
+"""Scheduler: which requests hold caches, and whether prompts or replies are computed next.
+
+A sequence is in one of three places:
+
+    waiting        it has no caches; ordered by when it is due, its arrival shifted by its priority
+    prefilling     its prompt is computed in chunks
+    batch.members  it decodes
+
+schedule() takes these decisions before each step:
+
+    admit    Requests with fewer live sequences start first, then those that are due. Requests of
+             one agent run in the order of their arrival. A prompt waits for a live prefill that is
+             about to compute its beginning, and for records on disk; meanwhile others pass it. A
+             request that has the most live sequences is preempted for one that would have fewer.
+    chunk    While prompts and replies both wait, decode gets `decode_share` of the time. Short
+             prompts are computed together and before long ones, but take turns with them.
+    reserve  Each reply's next token gets its block. If the pool has none, restores end first, then
+             sequences are preempted: of the highest priority value, of the request with the most
+             live sequences, the youngest.
+
+A preempted sequence waits in its old place, and continues from what is still cached of it. Knows no
+model and no arrays. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+
+from ..config import EngineConfig
+from ..errors import PoolExhaustedError
+from ..prefix.trie import common_prefix
+from .caches import Caches, Opened
+from .decode import Chunk, DecodeBatch, DecodeDebt
+from .request import KIND, Event, Failed, Started, Swapped
+from .sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """The sequences of an engine.
+
+    `events`: what has happened to them since the engine has last taken the events.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        caches: Caches,
+        batch: DecodeBatch,
+        counts: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.caches = caches
+        self.batch = batch
+        self.counts = counts
+        self.clock = clock
+        self.waiting: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.events: list[Event] = []
+        # Whether something has changed since waiting sequences could not start.
+        self.may_admit = True
+        self._debt = DecodeDebt(config.decode_share)
+        self._was_chunk = self._long_first = False
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that have caches."""
+        return [*self.prefilling, *self.batch.members]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.live, *self.waiting]
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def add(self, sequences: Collection[Sequence]) -> None:
+        """Let sequences wait, in the order in which they are due."""
+        for sequence in sequences:
+            insort(self.waiting, sequence, key=lambda each: each.place)
+        self.may_admit = True
+
+    def schedule(self, seconds: float) -> Chunk:
+        """Admit sequences. Returns the next chunk of prompts, or an empty one if decode is next and
+        its blocks are reserved.
+
+        `seconds`: how long the last step took.
+        """
+        self._account(seconds)
+        self.may_admit |= self.caches.advance(idle=not self.live)
+        if self.may_admit:
+            self._admit()
+        decodes = len(self.batch) and (self._debt.is_due or self.batch.has_first_token_pending)
+        self._was_chunk = bool(self.prefilling and not decodes)
+        if self._was_chunk:
+            return self._next_chunk()
+        self._reserve_next_blocks()
+        return []
+
+    # -- admit -------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start waiting sequences.
+
+        One that waits for its agent, for a prefix or for the disk lets others pass.
+        """
+        self.may_admit = False
+        first = {
+            each.request.agent: each for each in sorted(self.sequences, key=lambda each: -each.uid)
+        }
+        for sequence in in_turn(self.waiting, self.live):
+            agent = sequence.request.agent
+            if (
+                agent is not None
+                and first[agent] is not sequence
+                and not sequence.is_choice_with(first[agent])
+            ):
+                continue
+            if self._is_full and preemption_victim(self.live, sequence) is None:
+                break
+            if self._awaits_prefix(sequence) or not self.caches.is_ready(sequence):
+                continue
+            if not self._start(sequence):
+                break
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.live) >= (self.config.max_members if self.caches.merges else 1)
+
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
+        """Return whether a prefill is about to compute the beginning of this prompt, and add a
+        breakpoint where that ends.
+
+        It has to be `shared_tokens` more than are cached. Choices wait for the whole prompt.
+        """
+        for other in self.prefilling:
+            shared = _still_shared(sequence, other)
+            least = 1 if sequence.is_choice_with(other) else self.config.shared_tokens
+            if shared < least:
+                continue
+            if shared not in other.breakpoints:
+                if (
+                    shared - self.caches.cached_tokens(sequence.tokens, sequence.policy.salt)
+                    < least
+                ):
+                    continue
+                other.breakpoints[shared] = KIND
+            self.counts["shared"] += not sequence.has_waited
+            sequence.has_waited = True
+            return True
+        return False
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Give a sequence its caches. Returns False if it has to wait for blocks."""
+        try:
+            opened = self._open(sequence)
+        except PoolExhaustedError as error:
+            if self.live or self.caches.are_blocks_coming:
+                return False
+            self._fail(sequence, error)
+            return True
+        self.waiting.remove(sequence)
+        sequence.start(opened.caches, opened.cached)
+        if sequence.preemptions:
+            self.counts["swapped_in"] += 1
+            self.events.append(Swapped(sequence.uid, is_in=True))
+        else:
+            self.events.append(Started(sequence.uid, opened.cached, opened.lookup))
+        if sequence.in_prefill:
+            self.prefilling.append(sequence)
+        else:
+            self.join(sequence)
+        return True
+
+    def _open(self, sequence: Sequence) -> Opened:
+        """Open caches, preempting requests with more live sequences where necessary.
+
+        Raises PoolExhaustedError.
+        """
+        while (victim := preemption_victim(self.live, sequence)) is not None:
+            with suppress(PoolExhaustedError):
+                if not self._is_full:
+                    return self.caches.open(sequence, self.live)
+            self.preempt(victim)
+        return self.caches.open(sequence, self.live)
+
+    # -- chunk -------------------------------------------------------------------------------------
+
+    def _account(self, seconds: float) -> None:
+        """Count the time of the last step: while prompts and replies both wait, chunks are a
+        debt that decode steps pay.
+        """
+        if not (self.prefilling and self.batch.members):
+            self._debt.seconds = 0.0
+        elif self._was_chunk:
+            self._debt.add_wait(seconds)
+        else:
+            self._debt.pay(seconds)
+
+    def _next_chunk(self) -> Chunk:
+        """The prompts that are computed next; several only where prompts may be padded."""
+        tokens = self.config.prefill_tokens
+        rows = self.config.prefill_rows if self.caches.pads_prompts else 1
+        chunk = [
+            (each, chunk_end(each, tokens))
+            for each in choose(self.prefilling, tokens, rows, self._long_first)
+        ]
+        self._long_first = len(chunk) > 1 or chunk[0][1] == chunk[0][0].prefill_end
+        return chunk
+
+    def join(self, sequence: Sequence) -> None:
+        """Move a sequence whose prompt is computed into the batch."""
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        self.batch.join(sequence)
+        if not self.caches.ragged and self.caches.merges:
+            # The batch has copied them.
+            self.caches.discard(sequence)
+
+    # -- reserve and preempt -----------------------------------------------------------------------
+
+    def _reserve_next_blocks(self) -> None:
+        while self.batch.members:
+            try:
+                self.caches.ensure_next_blocks(self.batch.members)
+                return
+            except PoolExhaustedError:
+                if self.caches.end_restores():
+                    continue
+                # Next to a padded batch, sequences in prefill hold no blocks that it could use.
+                live = self.live if self.caches.ragged else self.batch.members
+                # Also the last one: when it starts again, its own checkpoints may be evicted.
+                self.preempt(first_to_preempt(live))
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's caches, and let it wait in its old place.
+
+        Its blocks stay cached until the pool needs them.
+        """
+        self.withdraw(sequence)
+        sequence.preemptions += 1
+        sequence.computed = 0
+        self.add([sequence])
+        self.counts["swapped_out"] += 1
+        self.events.append(Swapped(sequence.uid, is_in=False))
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Remove a sequence that has not ended, in such a way that it can start again.
+
+        What it computed stays cached.
+        """
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        elif sequence in self.batch.members:
+            self.batch.suspend(sequence)
+        else:
+            self.waiting = [each for each in self.waiting if each is not sequence]
+        self.caches.end_restore(sequence)
+        if sequence.caches is not None:
+            self._release(sequence)
+        self.may_admit = True
+
+    def finish(self, ended: Collection[Sequence], failed: Mapping[Sequence, Exception]) -> None:
+        """Remove sequences that have ended. What they computed is cached, unless they have failed.
+
+        The other choices for their prompts wait as if they had arrived now: other requests go
+        first.
+        """
+        self.prefilling = [each for each in self.prefilling if each not in ended]
+        self.batch.leave([each for each in ended if each in self.batch.members])
+        self.may_admit = True
+        for sequence in ended:
+            choices = [each for each in self.waiting if each.is_choice_with(sequence)]
+            self.waiting = [each for each in self.waiting if each not in choices]
+            for each in choices:
+                each.requeue(self.clock())
+            self.add(choices)
+            if sequence in failed:
+                self.caches.discard(sequence)
+                self._fail(sequence, failed[sequence])
+            else:
+                self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Cache what a sequence has computed and take its caches back.
+
+        A failure is logged and fails no request.
+        """
+        try:
+            self.caches.release(sequence, "assistant")
+        except Exception:
+            # The code of models and the prefix cache may raise anything, and the reply does not
+            # depend on it.
+            log.exception("request %d could not be cached", sequence.uid)
+            self.caches.discard(sequence)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        # Without its traceback, whose frames hold caches and with them blocks.
+        self.events.append(Failed(sequence.uid, error.with_traceback(None)))
+        self.may_admit = True
+        self.waiting = [each for each in self.waiting if each is not sequence]
+
+
+def in_turn(waiting: Collection[Sequence], live: Collection[Sequence]) -> list[Sequence]:
+    """The waiting sequences as they start: of each request one after the other, the requests
+    with the fewest live ones first.
+    """
+    counts = _counts(live)
+
+    def turn(sequence: Sequence) -> int:
+        counts[sequence.request_key] += 1
+        return counts[sequence.request_key]
+
+    return sorted(waiting, key=turn)
+
+
+def preemption_victim(live: Collection[Sequence], for_: Sequence) -> Sequence | None:
+    """The live sequence that is preempted for a waiting one: the youngest of the request that has
+    the most.
+
+    Returns None if no request would then still have at least as many as that of `for_`, or only
+    requests that go before it.
+    """
+    counts = _counts(live)
+    least, priority = counts[for_.request_key] + 2, for_.request.priority
+    crowding = [
+        each
+        for each in live
+        if counts[each.request_key] >= least and each.request.priority >= priority
+    ]
+    return max(crowding, key=lambda each: (counts[each.request_key], each.uid), default=None)
+
+
+def first_to_preempt(live: Collection[Sequence]) -> Sequence:
+    """The live sequence that is preempted when the pool has no block for the next tokens."""
+    counts = _counts(live)
+    return max(live, key=lambda each: (each.request.priority, counts[each.request_key], each.uid))
+
+
+def _counts(live: Collection[Sequence]) -> Counter[int | str]:
+    """How many live sequences each request has."""
+    return Counter(each.request_key for each in live)
+
+
+def chunk_end(sequence: Sequence, step: int) -> int:
+    """Where the next chunk of a prompt ends: on the grid of `step` tokens, at a breakpoint, or at
+    the end of the prompt.
+
+    The grid is absolute, so that cold and warm runs of a prompt are computed in the same shapes.
+    """
+    grid = (sequence.computed // step + 1) * step
+    return min(
+        sequence.prefill_end, grid, *(at for at in sequence.breakpoints if at > sequence.computed)
+    )
+
+
+def choose(
+    prefilling: Collection[Sequence], step: int, rows: int, long_first: bool
+) -> list[Sequence]:
+    """The prompts of the next chunk: the long one that is due first, or short ones together.
+
+    A prompt is short if one chunk is left of it. Short ones go first, so that they do not wait for
+    a long prompt; where both wait they take turns (`long_first`), so that a stream of short ones
+    does not stop a long one. At most `rows` go together, and at most `step` tokens, padding
+    included.
+    """
+    long = [r for r in prefilling if chunk_end(r, step) < r.prefill_end]
+    short = sorted((r for r in prefilling if r not in long), key=lambda r: r.place)
+    if long and (long_first or not short):
+        return [min(long, key=lambda r: r.place)]
+    chosen: list[Sequence] = []
+    longest = 0
+    for sequence in short:
+        longer = max(longest, sequence.prefill_end - sequence.computed)
+        if not chosen or (len(chosen) < rows and (len(chosen) + 1) * longer <= step):
+            chosen.append(sequence)
+            longest = longer
+    return chosen
+
+
+def _still_shared(sequence: Sequence, other: Sequence) -> int:
+    """The tokens that two prompts have in common, if the prefill of `other` has not come to
+    their end; else 0.
+    """
+    if sequence.policy.salt != other.policy.salt:
+        return 0
+    prompt = sequence.request.tokens
+    # Choices have one list of tokens, which may be long.
+    alike = (
+        len(prompt)
+        if prompt is other.request.tokens
+        else common_prefix(sequence.tokens, other.tokens)
+    )
+    shared = min(alike, sequence.prefill_end, other.prefill_end)
+    return shared if shared > other.computed else 0

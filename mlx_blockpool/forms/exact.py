@@ -1,0 +1,528 @@
+"""exact(): JSON schemas as replies can keep them: rewritten where that keeps their meaning, and
+refused with their place.
+
+llguidance takes most of draft 2020-12 and refuses most of what it cannot keep. This closes the gaps
+between what it accepts and what a schema says: it follows references, checks the values of
+keywords, drops annotations and writes some keywords anew. Runs on the threads of sockets, and does
+not know tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from decimal import Decimal
+from typing import Any
+
+from ..config import FormConfig
+from .closed_objects import TooManyNamesError, close_objects
+from .patterns import FORMAT_PATTERNS, FORMATS, common
+from .schema import (
+    LISTS,
+    MAPS,
+    ONE,
+    TYPES,
+    JsonSchema,
+    Schema,
+    SchemaError,
+    step,
+    subschemas,
+    with_groups_together,
+)
+
+# Keywords that cannot be kept.
+REFUSED = (
+    "$dynamicRef",
+    "$recursiveRef",
+    "contains",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "else",
+    "if",
+    "maxContains",
+    "minContains",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+# Values with which they say nothing.
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+}
+
+_COUNTS = frozenset(
+    {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+)
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_KEPT = frozenset(
+    {
+        "$ref",
+        "additionalItems",
+        "const",
+        "enum",
+        "format",
+        "multipleOf",
+        "pattern",
+        "required",
+        "type",
+    }
+)
+_KEPT |= {*_COUNTS, *_LOWER, *_UPPER, *MAPS, *LISTS, *ONE}
+
+# of schemas, references followed: llguidance's own walk is recursive, and 1,000 overflow the stack
+_MOST_DEPTH = 200
+_DIALECTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
+_MOST_PAIRS = 20_000  # of parts of schemas that are compared, and parts that are read
+
+# llguidance reads numbers as doubles, some of them one unit off. Whole numbers that are doubles are
+# read as they are, and so are decimal numbers of at most 15 digits, 22 of them after the point.
+_WHOLE, _DIGITS, _PLACES = 2**53, 15, 22
+_MULTIPLE_PLACES = 9
+_MULTIPLE = 10_000  # llguidance keeps a state for each remainder
+
+
+def exact(schema: Any, path: str, unkept: list[str] | None = None) -> JsonSchema:
+    """A schema that accepts nothing but what `schema` accepts, and of which llguidance keeps every
+    keyword.
+
+    path: its place in the body. unkept: gets the places of each `uniqueItems` that cannot be kept
+    and is left out; None: it is refused. Schemas that references name stand in its `$defs`. Raises
+    SchemaError.
+    """
+    _measure(schema, path)
+    return _Walk(schema, path, unkept).whole()
+
+
+class _Walk:
+    """One schema made exact. Places (`at`) are relative to the schema: ".properties.a"."""
+
+    def __init__(self, root: Any, path: str, unkept: list[str] | None) -> None:
+        self.source = Schema(root)
+        self.path = path
+        self.unkept = unkept
+        self.defs: dict[str, JsonSchema] = {}
+        self.exact = Schema({"$defs": self.defs})
+        self.checked: set[str] = set()  # places on the way of references whose $id was checked
+        self.names: dict[str, str] = {}  # of those in `defs`, by the places that they were at
+        self.patterns = 0  # of names
+        self.near_lower: set[int] = set()  # whole numbers next below a bound, ...
+        self.near_upper: set[int] = set()  # ... and next above one
+        self.multiples: dict[Decimal, str] = {}  # each multipleOf, and where it is
+        self.pairs = iter(range(1, _MOST_PAIRS))
+
+    def whole(self) -> JsonSchema:
+        schema = self.schema(self.source.root, "", 0)
+        for each in [schema, *self.defs.values()]:
+            for part in subschemas(each):
+                self._prove_one_of(part)
+                self._exclude_bounds(part)
+        if not can_be_merged(self.multiples):
+            last = next(reversed(self.multiples.values()))
+            raise self._error(
+                last, "multipleOf", "its common multiple with others in the schema is too large"
+            )
+        try:
+            schema, self.defs = close_objects(schema, self.exact)
+        except TooManyNamesError:
+            why = (
+                "its allOf, anyOf and $ref combine too many properties: write "
+                "additionalProperties in its objects"
+            )
+            raise self._error("", "additionalProperties", why) from None
+        if isinstance(schema, dict) and self.defs:
+            schema = {**schema, "$defs": self.defs}
+        elif schema is True:
+            schema = {}
+        if not Schema(schema).has_finite_value():
+            raise self._error("", None, "no value satisfies it")
+        return schema
+
+    def _error(self, at: str, keyword: str | None, why: str) -> SchemaError:
+        return SchemaError(self.path + at, keyword, why)
+
+    def schema(self, value: Any, at: str, depth: int) -> JsonSchema:
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, dict):
+            raise self._error(at, None, "a schema is an object, true or false")
+        if depth > _MOST_DEPTH:
+            raise self._error(
+                at, None, f"schemas are nested more than {_MOST_DEPTH} deep, references followed"
+            )
+        self._refuse(value, at)
+        found: dict[str, Any] = {}
+        for keyword in filter(_KEPT.__contains__, value):
+            self._keyword(keyword, value, found, at, depth)
+        if any(
+            name not in found["patternProperties"] for name in value.get("patternProperties", ())
+        ):
+            self._close(found, at)
+        if "unevaluatedProperties" in value:
+            # It is true here: a client that says so does not want its objects closed.
+            found.setdefault("additionalProperties", True)
+        if value.get("uniqueItems") and found.get("maxItems", 2) > 1:
+            self._leave_out_unique(f"{at}.uniqueItems")
+        return self._finished(found, at)
+
+    def _keyword(
+        self, keyword: str, value: dict[str, Any], found: dict[str, Any], at: str, depth: int
+    ) -> None:
+        """Add to `found` what a keyword of a schema becomes."""
+        given, at = value[keyword], f"{at}.{keyword}"
+        if keyword in MAPS:
+            found[keyword] = self._map(given, keyword, at, depth)
+        elif keyword in LISTS:
+            found[keyword] = self._list(given, keyword, at, depth)
+        elif keyword == "items" and isinstance(given, list):
+            # As drafts before 2020-12 have prefixItems.
+            found["prefixItems"] = self._list(given, keyword, at, depth)
+        elif keyword == "additionalItems":
+            if isinstance(value.get("items"), list):
+                found["items"] = self.schema(given, at, depth + 1)
+        elif keyword in ONE:
+            found[keyword] = self.schema(given, at, depth + 1)
+        elif keyword == "$ref":
+            found[keyword] = self._reference(given, at, depth)
+        else:
+            found[keyword] = self._value(keyword, given, at)
+
+    def _leave_out_unique(self, at: str) -> None:
+        if self.unkept is None:
+            why = "uniqueItems is not supported: leave it out, and drop repeated items of the reply"
+            raise self._error(at, "uniqueItems", why)
+        self.unkept.append(self.path + at)
+
+    def _close(self, found: dict[str, Any], at: str) -> None:
+        """Write no other names where a pattern of names was rewritten: readings of it disagree
+        about which names it matches.
+        """
+        found["additionalProperties"] = False
+        if not all(
+            name.isascii() and name.isprintable()
+            for key in ("properties", "required")
+            for name in found.get(key, ())
+        ):
+            why = (
+                "a pattern with '.', '\\w' or the like is only supported next to properties with "
+                "ASCII names"
+            )
+            raise self._error(f"{at}.patternProperties", "patternProperties", why)
+
+    def _refuse(self, value: dict[str, Any], at: str) -> None:
+        for keyword in REFUSED:
+            if keyword in value and value[keyword] not in _IDLE.get(keyword, ()):
+                raise self._error(f"{at}.{keyword}", keyword, f"{keyword} is not supported")
+        self._check_base(value, at)
+        dialect = value.get("$schema")
+        if (
+            isinstance(dialect, str)
+            and "json-schema.org" in dialect
+            and not any(known in dialect for known in _DIALECTS)
+        ):
+            raise self._error(
+                f"{at}.$schema", "$schema", f"{dialect[:60]} is not supported; use draft 2020-12"
+            )
+        if isinstance(value.get("items"), list) and "prefixItems" in value:
+            raise self._error(
+                f"{at}.items", "items", "items is a schema where prefixItems is given"
+            )
+
+    def _check_base(self, value: Any, at: str) -> None:
+        """References below another `$id` are relative to it."""
+        if (
+            at
+            and isinstance(value, dict)
+            and isinstance(value.get("$id"), str)
+            and _has_reference(value)
+        ):
+            raise self._error(
+                f"{at}.$id",
+                "$id",
+                "$id is only supported below the root of a schema where no $ref is below it",
+            )
+
+    def _map(self, given: Any, keyword: str, at: str, depth: int) -> dict[str, JsonSchema]:
+        if not isinstance(given, dict):
+            raise self._error(at, keyword, f"{keyword} is an object of schemas")
+        found: dict[str, JsonSchema] = {}
+        for name, part in given.items():
+            here = at + step(name)
+            schema = self.schema(part, here, depth + 1)
+            if keyword == "patternProperties":
+                name = self._pattern(name, here)
+                if name in found:
+                    raise self._error(here, keyword, "another pattern matches the same names")
+            self._check_text(name, here)
+            found[name] = schema
+        if keyword == "patternProperties":
+            self.patterns += len(found)
+            if self.patterns > FormConfig.patterns:
+                raise self._error(
+                    at,
+                    keyword,
+                    f"more than {FormConfig.patterns} patterns of names are not supported",
+                )
+        if len(found) > FormConfig.properties:
+            raise self._error(
+                at, keyword, f"more than {FormConfig.properties} properties are not supported"
+            )
+        return found
+
+    def _list(self, given: Any, keyword: str, at: str, depth: int) -> list[JsonSchema]:
+        if not isinstance(given, list) or not given:
+            raise self._error(at, keyword, f"{keyword} is a list of schemas that is not empty")
+        return [
+            self.schema(part, f"{at}[{number}]", depth + 1) for number, part in enumerate(given)
+        ]
+
+    def _reference(self, given: Any, at: str, depth: int) -> str:
+        schema, place = self.source.root, ""
+        try:
+            for place, schema in self.source.follow(given):
+                if place not in self.checked:
+                    self._check_base(schema, place)
+                    self.checked.add(place)
+        except SchemaError as error:
+            raise error if error.place else self._error(at, "$ref", error.why) from None
+        if place not in self.names:
+            name = self.names[place] = str(len(self.names))
+            self.defs[name] = self.schema(schema, place, depth + 1)
+        return f"#/$defs/{self.names[place]}"
+
+    def _value(self, keyword: str, given: Any, at: str) -> Any:
+        if keyword in ("type", "required"):
+            self._check_names(keyword, given, at)
+        elif keyword in _COUNTS:
+            if not _is_number(given) or given < 0 or given != int(given):
+                raise self._error(at, keyword, f"{keyword} is a whole number that is not negative")
+            if keyword.endswith("Items") and given > FormConfig.items:
+                raise self._error(
+                    at, keyword, f"more than {FormConfig.items} items are not supported"
+                )
+            return int(given)
+        elif keyword in (*_LOWER, *_UPPER, "multipleOf"):
+            return self._number(keyword, given, at)
+        elif keyword == "const":
+            self._check_constant(given, keyword, at)
+        elif keyword == "enum":
+            if not isinstance(given, list) or not given:
+                raise self._error(at, keyword, "enum is a list that is not empty")
+            if len(given) > FormConfig.enum_values:
+                raise self._error(
+                    at, keyword, f"more than {FormConfig.enum_values} values are not supported"
+                )
+            self._check_constant(given, keyword, at)
+        elif not isinstance(given, str):  # pattern, format
+            raise self._error(at, keyword, f"{keyword} is a text")
+        return self._pattern(given, at) if keyword == "pattern" else given
+
+    def _check_names(self, keyword: str, given: Any, at: str) -> None:
+        names = [given] if isinstance(given, str) and keyword == "type" else given
+        if (
+            not isinstance(names, list)
+            or not all(isinstance(name, str) for name in names)
+            or (keyword == "type" and not names)
+        ):
+            raise self._error(
+                at,
+                keyword,
+                f"{keyword} is {'a name or ' if keyword == 'type' else ''}a list of names",
+            )
+        for name in names:
+            self._check_text(name, at)
+            if keyword == "type" and name not in TYPES:
+                raise self._error(
+                    at,
+                    keyword,
+                    f"{name[:50]!r} is not a type; types are {', '.join(sorted(TYPES))}",
+                )
+
+    def _number(self, keyword: str, given: Any, at: str) -> int | float:
+        """A bound or a multiple."""
+        if not _is_number(given) or (keyword == "multipleOf" and given <= 0):
+            raise self._error(
+                at, keyword, f"{keyword} is a number{' above 0' if keyword == 'multipleOf' else ''}"
+            )
+        if keyword == "multipleOf":
+            try:
+                self.multiples.setdefault(multiple(given), at)
+            except ValueError as error:
+                raise self._error(at, keyword, f"{keyword} {error}") from None
+            return int(given) if given == int(given) else float(given)
+        # llguidance takes larger excluded bounds for included ones.
+        largest = 10**_DIGITS - 1 if keyword.startswith("exclusive") else _WHOLE
+        bound: int | float = min(given, largest) if keyword in _UPPER else max(given, -largest)
+        if not is_kept(bound) or abs(bound) > largest:
+            raise self._error(at, keyword, "numbers of more than 15 digits are not supported here")
+        if bound == int(bound):
+            return int(bound)
+        self.near_lower.add(math.floor(bound))
+        self.near_upper.add(math.ceil(bound))
+        return bound
+
+    def _check_constant(self, value: Any, keyword: str, at: str) -> None:
+        if isinstance(value, str):
+            self._check_text(value, at)
+            if any(
+                (character < " " and character not in "\b\f\n\r\t") or character == "\x7f"
+                for character in value
+            ):
+                raise self._error(at, keyword, "control characters are not supported here")
+        elif isinstance(value, dict):
+            for name, part in value.items():
+                self._check_text(name, at)
+                self._check_constant(part, keyword, at + step(name))
+        elif isinstance(value, list):
+            for number, part in enumerate(value):
+                self._check_constant(part, keyword, f"{at}[{number}]")
+        elif isinstance(value, int | float) and not is_kept(value):
+            raise self._error(at, keyword, "numbers of more than 15 digits are not supported here")
+
+    def _check_text(self, text: str, at: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise self._error(at, None, "half of a surrogate pair is not a character") from None
+
+    def _pattern(self, given: str, at: str) -> str:
+        self._check_text(given, at)
+        try:
+            return common(given)
+        except ValueError as error:
+            raise self._error(at, "pattern", str(error)) from None
+
+    def _finished(self, found: dict[str, Any], at: str) -> JsonSchema:
+        """What keywords need of each other."""
+        if (name := found.pop("format", None)) in FORMAT_PATTERNS:
+            found["allOf"] = [*found.pop("allOf", ()), {"pattern": FORMAT_PATTERNS[name]}]
+        elif name in FORMATS:
+            found["format"] = name
+        required, properties = set(found.get("required", ())), found.get("properties", {})
+        if len(properties.keys() - required) > FormConfig.optional_properties:
+            most = (
+                f"more than {FormConfig.optional_properties} properties that are not required are "
+                "not supported"
+            )
+            raise self._error(f"{at}.properties", "properties", most)
+        least = found.get("minProperties", 0)
+        closes = "properties" in found and least <= len(properties.keys() | required)
+        is_closed = found.get("additionalProperties", not closes) is False and not found.get(
+            "patternProperties"
+        )
+        if least > len(required) + 1 and not is_closed:
+            why = (
+                "minProperties above the number of required ones and one more needs "
+                "additionalProperties: false"
+            )
+            raise self._error(f"{at}.minProperties", "minProperties", why)
+        return with_groups_together(found)
+
+    def _exclude_bounds(self, schema: dict[str, Any]) -> None:
+        """Whole bounds that llguidance accepts although they are excluded, with the next number as
+        the bound.
+
+        These are those with another bound of the value less than 1 away.
+        """
+        for (inclusive, exclusive), near, sign in (
+            (_LOWER, self.near_lower, -1),
+            (_UPPER, self.near_upper, 1),
+        ):
+            if schema.get(exclusive) in near:
+                following = beyond(schema[exclusive], sign)
+                schema[inclusive] = sign * min(
+                    sign * following, sign * schema.get(inclusive, following)
+                )
+
+    def _prove_one_of(self, schema: dict[str, Any]) -> None:
+        """Branches of a oneOf that have no value in common are those of an anyOf. llguidance
+        does not follow references here.
+        """
+        branches = [branch for branch in schema.get("oneOf", ()) if branch is not False]
+        if "anyOf" not in schema and branches:
+            pairs = itertools.combinations(branches, 2)
+            if all(self.exact.are_disjoint(one, other, self.pairs) for one, other in pairs):
+                parts = list(schema.items())
+                schema.clear()
+                schema.update(
+                    ("anyOf", branches) if key == "oneOf" else (key, value) for key, value in parts
+                )
+
+
+def is_kept(value: int | float) -> bool:
+    """Whether llguidance reads exactly this number. True for bools."""
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value)):
+        return abs(value) <= _WHOLE
+    if not math.isfinite(value):
+        return False
+    _, digits, exponent = Decimal(repr(value)).as_tuple()
+    return len(digits) <= _DIGITS and int(exponent) >= -_PLACES
+
+
+def beyond(bound: int, sign: int) -> float:
+    """The number next to a whole bound that is excluded: below it (`sign` 1) or above it (-1)."""
+    places = _DIGITS - len(str(abs(bound))) if bound else _PLACES
+    return round(bound - sign * 10.0**-places, places)
+
+
+def multiple(value: int | float) -> Decimal:
+    """The value of multipleOf. Raises ValueError for one that llguidance does not read exactly."""
+    found = Decimal(repr(value)).normalize()
+    places = max(-int(found.as_tuple().exponent), 0)
+    if places > _MULTIPLE_PLACES or found.scaleb(places) > _MULTIPLE:
+        raise ValueError(
+            f"above {_MULTIPLE} units of its last digit, or with more than {_MULTIPLE_PLACES} "
+            "places, is not supported"
+        )
+    return found
+
+
+def can_be_merged(multiples: Iterable[Decimal]) -> bool:
+    """Whether llguidance's least common multiple of values that hold together is right: it
+    computes with 32 bits.
+    """
+    found = set(multiples)
+    places = max((-int(value.as_tuple().exponent) for value in found), default=0)
+    return math.lcm(*(int(value.scaleb(max(places, 0))) for value in found)) < 2**16
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (isinstance(value, int) or math.isfinite(value))
+    )
+
+
+def _measure(schema: Any, path: str) -> None:
+    """Raise SchemaError for a schema that is too large to be walked."""
+    left: list[tuple[Any, int]] = [(schema, 0)]
+    for count, (value, depth) in enumerate(left):
+        if depth > FormConfig.depth:
+            raise SchemaError(path, None, f"nested more than {FormConfig.depth} deep")
+        if count >= FormConfig.values:
+            raise SchemaError(path, None, f"more than {FormConfig.values} values")
+        if isinstance(value, dict | list):
+            left.extend(
+                (part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)
+            )
+    try:
+        size = len(json.dumps(schema))
+    except (TypeError, ValueError) as error:
+        raise SchemaError(path, None, f"not JSON: {error}") from None
+    if size > FormConfig.schema_bytes:
+        raise SchemaError(
+            path, None, f"{size} bytes as JSON; a schema may have {FormConfig.schema_bytes}"
+        )
+
+
+def _has_reference(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "$ref" in value or any(map(_has_reference, value.values()))
+    return isinstance(value, list) and any(map(_has_reference, value))

@@ -1,0 +1,112 @@
+"""The hooks that a plugin may implement, and the chat messages that normalisers receive.
+
+Messages are in the shape of OpenAI's API. Does not know tokens, models or mlx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import pluggy
+
+from .spec import ModelCacheSpec
+
+hookspec = pluggy.HookspecMarker("mlx_blockpool")
+hookimpl = pluggy.HookimplMarker("mlx_blockpool")
+
+Message: TypeAlias = dict[str, Any]
+# The roles of instructions.
+SYSTEM = ("system", "developer")
+
+
+class Replayed(dict[str, Any]):
+    """An assistant message that this server has generated, with the sampled `tokens` of its reply.
+
+    A client cannot send one.
+    """
+
+    def __init__(self, message: Message, tokens: Sequence[int]) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+
+
+class Replies(Protocol):
+    """The replies that this server has generated recently."""
+
+    def sampled(self, messages: Sequence[Message]) -> dict[int, Sequence[int]]:
+        """The sampled tokens of this conversation's replies, by the index of the message that
+        repeats each.
+        """
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """A normaliser of chats.
+
+    does:       one sentence that says exactly what the model sees instead.
+    apply:      returns the changed chat.
+    is_default: whether it is on unless a user chooses `none`.
+    """
+
+    name: str
+    does: str
+    apply: Callable[[Sequence[Message], Replies], list[Message]]
+    is_default: bool = False
+
+
+def is_text(part: Any) -> bool:
+    """Return whether a part of a message's content is text."""
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def text_of(message: Message, between: str = "") -> str:
+    """The text of a message, which is a string or parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return between.join(part["text"] for part in content if is_text(part))
+    return content if isinstance(content, str) else ""
+
+
+def map_text(message: Message, change: Callable[[str], str]) -> Message:
+    """A message with its text changed, which is a string or parts."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": change(content)}
+    if isinstance(content, list):
+        return {
+            **message,
+            "content": [
+                {**part, "text": change(part["text"])} if is_text(part) else part
+                for part in content
+            ],
+        }
+    return message
+
+
+def parts_of(content: Any) -> list[dict[str, Any]]:
+    """The content of a message as parts; an empty text has none."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return list(content or ())
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
+    """Describe the caches of one model, or return None to leave it to another provider.
+
+    `config` is the model's config.json, and `model` the loaded mlx-lm model, or None if only its
+    config.json is available. The last registered plugin is called first: an installed plugin
+    overrides a bundled one.
+    """
+
+
+@hookspec
+def prompt_normalisers() -> list[Normaliser]:  # type: ignore[empty-body]
+    """Normalisers for volatile parts of prompts; each is off unless a user names it or it
+    is_default.
+    """

@@ -1,0 +1,48 @@
+"""Capabilities: what a model can do with the caches of a pool, as probe() has found.
+
+Knows no model and no arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What one model can do with one pool on this device.
+
+    batches:      how several sequences run in one forward: ragged, where attention reads blocks in
+                  place, or padded, in mlx-lm's own batch caches. None if they run one at a time.
+    is_attached:  whether the model's attention attends through pooled caches, which quantised
+                  blocks need.
+    verifies:     how several next tokens of a sequence are computed in one forward: as rows of a
+                  batch, or each sequence alone; None if that is not possible.
+    pads_states:  whether prompts of a model with states may be padded, as its states leave out the
+                  padding.
+    is_stage:     whether the model is a stage of a pipeline, which assigns keys that it has read to
+                  order what it sends.
+    synchronous:  whether a step must end before the next one writes, as mlx would copy slabs
+                  otherwise.
+    kernels:      the layer groups whose kernel was tried on this device, and was right.
+    no_kernel:    why the other groups have no kernel, in words.
+    """
+
+    batches: Literal["ragged", "padded"] | None = None
+    is_attached: bool = False
+    verifies: Literal["rows", "alone"] | None = None
+    pads_states: bool = False
+    is_stage: bool = False
+    synchronous: bool = False
+    kernels: frozenset[int] = frozenset()
+    no_kernel: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def ragged(self) -> bool:
+        return self.batches == "ragged"
+
+
+# Of a model that tests and benchmarks attach without a probe.
+RAGGED = Capabilities("ragged", is_attached=True)

@@ -1,0 +1,344 @@
+"""probe(): finds out what a model can do with the caches of a pool, by computing a few tokens in
+several ways.
+
+Logits on pooled caches are compared with those on mlx-lm's own. What does not agree is served a
+step more simply.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+
+from ..config import KVBits
+from ..ranks.group import ALONE, Ranks
+from ..spec import ChunkLayer, ModelCacheSpec, StateLayer
+from .arena import KVArena
+from .attach import NAME, bind, detach, is_attached
+from .capabilities import Capabilities
+from .kernel_trial import refused_kernels
+from .pending_tokens import PendingTokens, takes_back
+from .prompt_cache import batch_of, begin_rows, commit_rows, make_prompt_cache
+from .rounded_caches import rounded
+from .scratch import pipelined
+from .shards import is_stage, on_all, without_collectives
+
+log = logging.getLogger(__name__)
+
+# A step itself needs less, and copies of smaller slabs hardly cost anything.
+MEASURABLE_BYTES = 4 * 2**20
+
+# Decode steps by which copies of slabs show.
+STEPS = 8
+
+# Prompts that a model is tried with, and the tokens that follow each of them.
+PROMPTS = [[3, 5, 7, 11, 13, 2, 9], [4, 6, 8]]
+NEXT = [[1], [2]]
+
+
+def probe(
+    model: Any, arena: KVArena, ranks: Ranks = ALONE, *, attaches: bool = True
+) -> Capabilities:
+    """What a model can do with the caches of `arena`, whose blocks are free again afterwards. All
+    ranks call this, or none.
+
+    It stays attached if a ragged batch of random tokens gives the logits of single sequences, on
+    all ranks, or if the pool is quantised and one sequence in two parts gives those of mlx-lm's
+    caches; else it is as it was before. `attaches=False` leaves it as it is, and tries only what
+    mlx-lm's own attention can do. Raises PoolExhaustedError if the pool cannot hold two short
+    sequences.
+    """
+    found = Capabilities(
+        is_stage=is_stage(model),
+        pads_states=bool(arena.state_leaves) and _leaves_padding_out(model, ranks),
+    )
+    if not attaches:
+        return found
+    before, was_attached = arena.capabilities, is_attached(model)
+    # Caches of the pool work as if the model could do what is tried.
+    arena.capabilities = found
+    try:
+        found = arena.capabilities = _probed_batches(model, arena, found, ranks)
+        if arena.spec.bits is not None and not found.is_attached:
+            # The model cannot read these blocks.
+            return found
+        no_kernel = refused_kernels(model, arena, ranks)
+        kernels = frozenset(range(len(arena.spec.groups))) - no_kernel.keys()
+        found = replace(
+            found, verifies=_verifies(model, arena, ranks), kernels=kernels, no_kernel=no_kernel
+        )
+        arena.capabilities = found
+        return replace(found, synchronous=copies_slabs(model, arena))
+    except Exception:
+        if not was_attached:
+            detach(model)
+        raise
+    finally:
+        arena.capabilities = before
+        arena.decode.path_counts.clear()
+
+
+def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Ranks) -> Capabilities:
+    """`found`, and how batches run. Attaches the model if it agrees then."""
+    spec = arena.spec
+    is_quantised = spec.bits is not None
+
+    def reads_blocks() -> bool:
+        batch = _agrees(
+            model, lambda: make_prompt_cache(model, arena), not arena.state_leaves, spec
+        )
+        # A single sequence gets quantised rows instead of arrays, and a model may compute with them
+        # before attention. All ranks try it or none does: parts of layers compute together.
+        return on_all(ranks, batch) and _agrees_alone(model, arena) if is_quantised else batch
+
+    arena.capabilities = replace(found, batches="ragged")
+    if spec.batches and _keep_attached_if(model, arena, reads_blocks, ranks):
+        return replace(found, batches="ragged", is_attached=True)
+    arena.capabilities = found
+    if is_quantised:
+        return replace(
+            found,
+            is_attached=_keep_attached_if(model, arena, lambda: _agrees_alone(model, arena), ranks),
+        )
+    return replace(found, batches="padded" if batches_padded(model, spec, ranks) else None)
+
+
+def _verifies(model: Any, arena: KVArena, ranks: Ranks) -> Any:
+    """Capabilities.verifies. Groups of ranks do not try."""
+    if not ranks.decides or arena.capabilities.batches == "padded":
+        return None
+    if arena.capabilities.ragged and _agrees_by_rows(model, arena):
+        return "rows"
+    return "alone" if _agrees_taking_back(model, arena) else None
+
+
+def _keep_attached_if(model: Any, arena: KVArena, agrees: Callable[[], bool], ranks: Ranks) -> bool:
+    """Attach a model, and detach it again unless it agrees then, on all ranks."""
+    # Another pool may have attached it, and relies on that.
+    was_attached = is_attached(model)
+    passed = False
+    try:
+        # A model without attention has nothing to attach.
+        is_bound = bind(model) > 0 or not arena.spec.groups
+        with without_collectives(model):
+            own = is_bound and (arena.spec.bits is None or may_read_quantised(model)) and agrees()
+        passed = on_all(ranks, own)
+    finally:
+        if not passed and not was_attached:
+            detach(model)
+    return passed
+
+
+def batches_padded(model: Any, spec: ModelCacheSpec | None = None, ranks: Ranks = ALONE) -> bool:
+    """Return whether mlx-lm's own padded batch gives the logits of single sequences, on all ranks.
+    (gemma2's does not run.)
+
+    `spec`: of a model whose prompts are computed one at a time where it has states.
+    """
+    has_states = spec is not None and any(isinstance(leaf, StateLayer) for leaf in spec.leaves)
+    with without_collectives(model):
+        agrees = (spec is None or spec.batches) and _agrees(
+            model, lambda: _stock_caches(model, spec), not has_states, spec
+        )
+    return on_all(ranks, agrees)
+
+
+def _leaves_padding_out(model: Any, ranks: Ranks) -> bool:
+    """Return whether mlx-lm's batch of prompts of several lengths gives the logits of single
+    sequences. (jamba's does not.)
+    """
+    with without_collectives(model):
+        agrees = _agrees(model, lambda: _stock_caches(model), pads=True)
+    return on_all(ranks, agrees)
+
+
+def may_read_quantised(model: Any) -> bool:
+    """Return whether probe() may find that a model's attention reads quantised blocks. Nothing is
+    computed.
+
+    It does not where keys of a cache may go elsewhere than into attention, as an indexer's do in
+    prompts too long to be tried.
+    """
+    classes = {cls for _, module in model.named_modules() for cls in type(module).__mro__}
+    functions = [
+        value
+        for cls in classes
+        for value in vars(cls).values()
+        if isinstance(value, types.FunctionType)
+    ]
+    with_cache = [
+        f.__code__.co_names for f in functions if "update_and_fetch" in f.__code__.co_names
+    ]
+    return all(NAME in names for names in with_cache)
+
+
+def _agrees(
+    model: Any, make_caches: Callable[[], list[Any]], pads: bool, spec: ModelCacheSpec | None = None
+) -> bool:
+    """Return whether a batch gives the logits of single sequences.
+
+    `pads`: prompts are computed together, shorter ones padded.
+    """
+
+    def in_a_batch() -> mx.array:
+        caches = [make_caches() for _ in PROMPTS]
+        if not pads:
+            for own, prompt in zip(caches, PROMPTS, strict=True):
+                _logits(model, [prompt], own)
+        batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
+        return _batch_logits(model, batch, PROMPTS if pads else [])
+
+    return _is_near(model, in_a_batch, PROMPTS, spec)
+
+
+def _agrees_by_rows(model: Any, arena: KVArena) -> bool:
+    """Return whether tokens that are computed by rows, next to some that are not kept, have the
+    logits of single sequences.
+    """
+    if arena.state_leaves or any(isinstance(leaf, ChunkLayer) for leaf in arena.spec.leaves):
+        return False
+
+    def by_rows() -> mx.array:
+        caches = [make_prompt_cache(model, arena) for _ in PROMPTS]
+        for own, prompt in zip(caches, PROMPTS, strict=True):
+            _logits(model, [prompt], own)
+        batch = batch_of(caches)
+        # One row of each is kept; then the last row of each is compared.
+        begin_rows(batch, [3, 2])
+        _logits(model, [NEXT[0], [8], [9], NEXT[0], [6]], batch)
+        commit_rows(batch, [1, 1])
+        begin_rows(batch, [1, 2])
+        logits = _logits(model, [NEXT[1], NEXT[1], [7]], batch)
+        commit_rows(batch, [1, 1])
+        return logits[:2, -1]
+
+    return _is_near(model, by_rows, PROMPTS, arena.spec)
+
+
+def _agrees_taking_back(model: Any, arena: KVArena) -> bool:
+    """Return whether a sequence that takes tokens back has the logits of mlx-lm's caches."""
+
+    def alone() -> mx.array:
+        caches = make_prompt_cache(model, arena)
+        _logits(model, [PROMPTS[0]], caches)
+        PendingTokens(model, caches, [*NEXT[0], 8, 9]).accept(1)
+        return PendingTokens(model, caches, [*NEXT[1], 7]).logits[:1]
+
+    return takes_back(arena.spec) and _is_near(model, alone, PROMPTS[:1], arena.spec)
+
+
+def _agrees_alone(model: Any, arena: KVArena) -> bool:
+    """Return whether a prompt in two parts, on pooled caches, gives the logits of mlx-lm's."""
+    prompt = PROMPTS[0]
+    parts = [prompt[:4], prompt[4:], *NEXT]
+    return _is_near(
+        model,
+        lambda: _last_logits(model, make_prompt_cache(model, arena), parts),
+        [prompt],
+        arena.spec,
+    )
+
+
+def _is_near(
+    model: Any,
+    compute: Callable[[], mx.array],
+    prompts: list[list[int]],
+    spec: ModelCacheSpec | None,
+) -> bool:
+    """Return whether computed logits are those of each prompt alone, on mlx-lm's caches that
+    hold what the spec's blocks hold.
+    """
+    try:
+        found = compute()
+    # Errors of a model that was not made for such a cache; its other errors come back on the path
+    # that is taken instead.
+    except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
+        log.info("%s does not run this way: %s", type(model).__module__, error)
+        return False
+    alone = [_last_logits(model, _stock_caches(model, spec), [prompt, *NEXT]) for prompt in prompts]
+    needed = mx.concatenate(alone).astype(mx.float32)
+    tolerance = _tolerance(found.dtype == mx.float32, None if spec is None else spec.bits)
+    return bool(
+        (mx.abs(found.astype(mx.float32) - needed).max() <= tolerance * mx.abs(needed).max()).item()
+    )
+
+
+def _tolerance(in_float32: bool, bits: KVBits | None) -> float:
+    """How far logits may be apart, in parts of the largest one, for models in float32 or in 16
+    bits.
+    """
+    if bits is None:
+        return 1e-3 if in_float32 else 5e-2
+    # Sums in another order now and then move a quantised number by a whole step.
+    return 0.2 if 4 in (bits.keys, bits.values) and not in_float32 else 5e-2
+
+
+def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.array:
+    """Logits [2, vocabulary] after two prompts, which are still to be computed, or none, and two
+    tokens more.
+    """
+    if prompts:
+        longest = max(map(len, prompts))
+        for cache in batch:
+            cache.prepare(
+                lengths=[len(p) for p in prompts], right_padding=[longest - len(p) for p in prompts]
+            )
+        _logits(model, [p + [0] * (longest - len(p)) for p in prompts], batch)
+        for cache in batch:
+            cache.finalize()
+    for token in NEXT:
+        logits = _logits(model, [token] * 2, batch)
+    return logits[:, -1]
+
+
+def _last_logits(model: Any, caches: list[Any], parts: list[list[int]]) -> mx.array:
+    """Logits [1, vocabulary] of one sequence after its last part."""
+    for tokens in parts:
+        logits = _logits(model, [tokens], caches)
+    return logits[:, -1]
+
+
+def _logits(model: Any, tokens: list[list[int]], caches: list[Any]) -> mx.array:
+    """The logits of one pass, evaluated: ranks would not order the collectives of two passes in
+    one graph alike.
+    """
+    logits: mx.array = model(mx.array(tokens), cache=caches)
+    mx.eval(logits)
+    return logits
+
+
+def _stock_caches(model: Any, spec: ModelCacheSpec | None = None) -> list[Any]:
+    """mlx-lm's caches of one sequence, rounded as the blocks of this spec are."""
+    caches: list[Any] = stock_prompt_cache(model, None if spec is None else spec.max_kv_size)
+    return caches if spec is None or spec.bits is None else rounded(caches, spec)
+
+
+def copies_slabs(model: Any, arena: KVArena, caches: list[Any] | None = None) -> bool:
+    """Return whether a decode step that is encoded while the one before still runs copies whole
+    slabs.
+
+    mlx writes in place only if no other array reads the buffer; how far it encodes ahead differs by
+    device and model.
+    """
+    assert not arena.capabilities.synchronous, "steps that wait for each other copy nothing"
+    caches = caches or make_prompt_cache(model, arena)
+    with without_collectives(model):
+        token = mx.zeros((1, 1), mx.int32)
+        mx.eval(model(token, cache=caches))
+        largest = max((a.nbytes for a in arena.arrays()), default=0)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+
+        def step() -> mx.array:
+            nonlocal token
+            token = mx.argmax(model(token, cache=caches)[:, -1:], axis=-1)
+            return token
+
+        pipelined(step, STEPS)
+    return mx.get_peak_memory() - before > max(largest, MEASURABLE_BYTES)

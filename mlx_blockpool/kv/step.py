@@ -1,0 +1,508 @@
+"""One step of one layer group: where each member's next tokens go and what they read, computed by
+the first layer of the group.
+
+In a plain step each member writes its next token. In a tentative step members write several tokens
+each, of which commit() keeps the first ones: full layers write all of them and cut off the others,
+windows write nothing before commit(), as a ring cannot take a token back. One token of a member is
+a row of the step. Holds positions, never views of a slab. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import PoolExhaustedError
+from ..spec import BLOCK_TOKENS, Form, WindowLayer
+from .arena import KVArena, Place
+from .attention import attend_causally, attend_cluster, attend_grouped, group_queries
+from .decode_policy import device
+from .kernel_attention import KernelAttention
+from .quantised import Rows, View, each, in_form, part_of
+from .sequence import SequenceCache
+from .shares import MOST_STREAMS, Cluster, Pieces, Share, Shares, divide, find_clusters, pieces_of
+from .slab import Slab
+
+# Keys times kv heads below which a second stream does not pay: about 0.4 ms. Not measured, as
+# whether its core is free changes from second to second.
+PARALLEL_KEYS = 4000
+# What reading costs a row in addition to its keys, in keys.
+ROW_KEYS = 100
+# Rows that go to neighbouring places are one slice; more slices than these in one slab take longer
+# than a scatter. If all rows go to one slab, a scatter copies none of them, and is faster than two
+# slices.
+MOST_SLICES = 2
+# The offset between block ids of two pools; larger than any id.
+POOL_STRIDE = 2**40
+
+
+class Member(SequenceCache):
+    """A layer cache that a step writes and reads. `offset`: the position of its next token."""
+
+    place: Place
+    offset: int
+    forms: tuple[Form | None, Form | None]
+
+    def size(self) -> int:
+        """Places of its table that are read."""
+        raise NotImplementedError
+
+    def size_after(self, count: int) -> int:
+        """size() after `count` more tokens are written, one by one."""
+        raise NotImplementedError
+
+    def next_place(self) -> int:
+        """Where in its table the next token goes, in tokens."""
+        raise NotImplementedError
+
+    def advance(self, count: int) -> None:
+        """Count the next tokens as written, one by one, as a batch does it."""
+        self.offset += count
+
+
+class Target(NamedTuple):
+    """Rows that go into one slab, None for all: to the token `start` and its neighbours, or to
+    the tokens `places`.
+    """
+
+    slab: Slab
+    rows: tuple[slice | mx.array] | None
+    start: int
+    places: mx.array | None
+
+
+def plain_step(members: Sequence[Member]) -> Step:
+    """The step in which each member writes its next token; the layers of a group get the same one.
+
+    Takes blocks and copies shared ones for all members before anything is written. Raises
+    PoolExhaustedError and takes none.
+    """
+    return _step(Step, members, None)
+
+
+def tentative_step(members: Sequence[Member], counts: Sequence[int]) -> Step:
+    """The step in which counts[i] next tokens of each member are computed, 1 or more, of which
+    commit() keeps some.
+    """
+    is_window = isinstance(members[0].place.layer, WindowLayer)
+    return _step(WindowStep if is_window else Step, members, counts)
+
+
+def _step(cls: type[Step], members: Sequence[Member], counts: Sequence[int] | None) -> Step:
+    arena, group = members[0].sequence.arena, members[0].place.group
+    found: Step | None = arena.steps.get(group)
+    if found is None or found.key != _key(arena, group, members, counts):
+        own_counts = [1] * len(members) if counts is None else counts
+        try:
+            destinations = [
+                _destination(member, count)
+                for member, count in zip(members, own_counts, strict=True)
+            ]
+        except PoolExhaustedError:
+            for member in members:
+                member.sequence.cut(group, member.size())
+            raise
+        found = arena.steps[group] = cls(members, counts, destinations)
+    return found
+
+
+def _key(
+    arena: KVArena, group: int, members: Sequence[Member], counts: Sequence[int] | None
+) -> tuple[Any, ...]:
+    """What a step depends on.
+
+    Tables are distinguished by id: the step that remembers an id keeps the table.
+    """
+    tables = [m.sequence.tables[group] for m in members]
+    state = [
+        (id(t), t.version, m.next_place(), m.offset) for t, m in zip(tables, members, strict=True)
+    ]
+    sharing = tuple(
+        pool.groups[group].share_epoch for pool in {m.sequence.pool: None for m in members}
+    )
+    return (
+        arena.decode.path,
+        arena.decode.streams,
+        None if counts is None else tuple(counts),
+        sharing,
+        state,
+    )
+
+
+def missing_blocks(member: Member, count: int) -> int:
+    """How many blocks a tentative step of a member takes that are not reserved for its sequence."""
+    sequence, group = member.sequence, member.place.group
+    taken = sum(
+        sequence.num_taken(group, start, end)
+        for start, end in _stretches(_next_places(member, count))
+    )
+    return max(0, taken - sequence.tables[group].reserved)
+
+
+def _next_places(member: Member, count: int) -> list[int]:
+    """Where in its table the next tokens of a member go, one by one; in a ring several may go to
+    the same place.
+    """
+    layer, places = member.place.layer, [member.next_place()]
+    while len(places) < count:
+        following = places[-1] + 1
+        places.append(
+            layer.keep
+            if isinstance(layer, WindowLayer) and following == layer.max_size
+            else following
+        )
+    return places
+
+
+def _stretches(places: list[int]) -> list[tuple[int, int]]:
+    """Places in a table as intervals [start, end), no two of them with a block in common."""
+    blocks = [
+        sorted(together)
+        for _, together in groupby(sorted(set(places)), lambda place: place // BLOCK_TOKENS)
+    ]
+    return [(together[0], together[-1] + 1) for together in blocks]
+
+
+class Destination(NamedTuple):
+    """Where the rows of one member go: the place of each in its table, and the slab and the
+    token in it at that place.
+    """
+
+    places: list[int]
+    spots: list[tuple[Slab, int]]
+
+
+def _destination(member: Member, count: int) -> Destination:
+    """Takes the blocks of a member's next tokens and copies shared ones."""
+    places, spots = _next_places(member, count), dict[int, tuple[Slab, int]]()
+    for start, end in [(places[0], places[0] + 1)] if count == 1 else _stretches(places):
+        for slab, first, length in member.sequence.writable(member.place.group, start, end):
+            for token in range(first, first + length):
+                spots[start] = slab, token
+                start += 1
+    return Destination(places, [spots[place] for place in places])
+
+
+class Step:
+    """Where the rows of each member go, and what each of them reads, on which path and on which
+    stream.
+
+    key:             what the step depends on.
+    counts:          rows of each member.
+    is_tentative:    whether commit() says which rows are kept.
+    path:            what the attention is counted as: the path of a plain step; of a tentative one
+                     rows, or kernel_rows.
+    reads_new_rows:  whether the new rows are read from what write() returned, as they are in no
+                     slab.
+    """
+
+    reads_new_rows = False
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        counts: Sequence[int] | None,
+        destinations: list[Destination],
+    ) -> None:
+        arena, self.group = members[0].sequence.arena, members[0].place.group
+        self.key = _key(arena, self.group, members, counts)
+        self.is_tentative = counts is not None
+        self.counts = [1] * len(members) if counts is None else list(counts)
+        self.layer = members[0].place.layer
+        self._tables = [m.sequence.tables[self.group] for m in members]
+        self._forms = members[0].forms
+        # The rows of each member.
+        self._rows = [
+            slice(start, end) for start, end in pairwise(accumulate(self.counts, initial=0))
+        ]
+        self._destinations = destinations
+        self._targets = [] if self.reads_new_rows else self._targets_of(self.counts)
+        self.sizes = [
+            self._size_of(m, count) for m, count in zip(members, self.counts, strict=True)
+        ]
+        # On CPU mlx's own attention is the same two products, with more operations around them and,
+        # for 16-bit numbers, one pass over the keys for each query head. Elsewhere it has no mask
+        # for rows that are read next to a ring.
+        self._uses_products = self.reads_new_rows or device() == "cpu"
+        self._masks: dict[tuple[int, int], mx.array | None] = {}
+        self._offsets: mx.array | None = None
+        self._starts = [m.offset for m in members]
+        self._kernel: KernelAttention | None = None
+        self._set_path(arena, members, None if counts is None else self.counts)
+
+    def _set_path(
+        self, arena: KVArena, members: Sequence[Member], counts: list[int] | None
+    ) -> None:
+        has_kernel = self.group in arena.capabilities.kernels
+        clusters = _clusters_of(members) if arena.decode.may_share(self.group, has_kernel) else []
+        path = arena.decode.choose(self.group, self.sizes, clusters, counts, has_kernel)
+        runs = [
+            m.sequence.slab_runs(self.group, size)
+            for m, size in zip(members, self.sizes, strict=True)
+        ]
+        self.path = ("kernel_rows" if path == "kernel" else "rows") if self.is_tentative else path
+        pieces = pieces_of(runs, clusters if path in ("shared", "kernel") else [])
+        if path == "kernel":
+            launch = arena.decode.launch
+            assert launch is not None, "the kernel of a device without one is trusted"
+            sees = self._seen if self.is_tentative else None
+            self._kernel = KernelAttention(
+                arena.spec, self.layer, launch, pieces, self.counts, sees, self.reads_new_rows
+            )
+            return
+        self._shares = Shares(self._divided(pieces, arena.decode.streams))
+
+    @property
+    def offsets(self) -> mx.array:
+        """The position of each row in its sequence."""
+        if self._offsets is None:
+            starts = zip(self._starts, self.counts, strict=True)
+            self._offsets = mx.array([start + j for start, count in starts for j in range(count)])
+        return self._offsets
+
+    def write(self, index: int, keys: mx.array, values: mx.array) -> View | None:
+        """Put keys and values [rows, kv_heads, 1, dim] of the group's layer `index` where they
+        belong.
+
+        Returns them, as the slabs hold them, if they are read from there.
+        """
+        # One target quantises what it puts. For several they are quantised once.
+        _put(
+            self._targets,
+            index,
+            (keys, values) if len(self._targets) == 1 else self._as_held(keys, values),
+        )
+        return None
+
+    def _as_held(self, keys: mx.array, values: mx.array) -> View:
+        return tuple(map(in_form, (keys, values), self._forms))
+
+    def attend(
+        self, index: int, queries: mx.array, new: View | None, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Attention of queries [rows, heads, 1, dim] in the group's layer `index`; `new` is what
+        write() returned.
+        """
+        if self._kernel is not None:
+            return self._kernel.attend(index, queries, scale, sinks, new)
+        rows, heads, _, _ = queries.shape
+        grouped = group_queries(queries, self.layer.kv_heads, scale)
+        sinks = None if sinks is None else sinks.reshape(self.layer.kv_heads, -1)
+        out = self._shares.attend(lambda share: self._read(share, index, grouped, new, sinks))
+        return out.reshape(rows, heads, 1, -1)
+
+    def commit(self, members: Sequence[Member], new: View | None, kept: Sequence[int]) -> None:
+        """Keep the first kept[i] rows of each member in one layer, and none of the others; `new`
+        is what write() returned.
+        """
+        for member, count in zip(members, kept, strict=True):
+            member.advance(count)
+            member.sequence.cut(self.group, member.size())
+
+    def _read(
+        self, share: Share, index: int, grouped: mx.array, new: View | None, sinks: mx.array | None
+    ) -> mx.array:
+        """Attention of one share: [its rows, its kv heads, group, dim]."""
+        members, (first, last), (shared, own) = share.members, share.heads, share.pieces
+        mine, heads = grouped[share.queries], slice(first, last)
+        sinks = None if sinks is None else sinks[heads]
+        tails = [
+            [slab.read(index, start, count, first, last) for slab, start, count in runs]
+            for runs in own
+        ]
+        if new is not None:
+            for i, tail in zip(members, tails, strict=True):
+                tail.append(self._new_rows(i, new, heads))
+        keys, values = tails[0][0]
+        is_one_run = not shared and len(tails[0]) == 1
+        if (
+            not self._uses_products
+            and is_one_run
+            and isinstance(keys, mx.array)
+            and isinstance(values, mx.array)
+        ):
+            return attend_causally(mine, keys, values, sinks)
+        masks = [self._mask_of(i, mine.shape[2]) for i in members] if self.is_tentative else None
+        if mine.shape[0] == 1:
+            return attend_grouped(mine, tails[0], sinks, None if masks is None else masks[0])
+        together = [slab.read(index, start, count, first, last) for slab, start, count in shared]
+        return attend_cluster(
+            mine, together, tails, sinks, [self.counts[i] for i in members], masks
+        )
+
+    def _new_rows(self, member: int, new: View, heads: slice) -> View:
+        where = (self._rows[member], heads)
+        return tuple([_as_tokens(part_of(rows, where)) for rows in new])
+
+    def _size_of(self, member: Member, count: int) -> int:
+        """Tokens of its table that a member reads."""
+        return member.size_after(count)
+
+    def _seen(self, member: int) -> np.ndarray[Any, Any]:
+        """What each row of a member attends to of the last tokens that it reads: [rows, tokens].
+
+        All see those before them.
+        """
+        return _causal(self.counts[member])
+
+    def _mask_of(self, member: int, group: int) -> mx.array | None:
+        """_seen() for each query head of a kv head, [rows * group, tokens]; None if all rows see
+        everything.
+        """
+        if (member, group) not in self._masks:
+            seen = self._seen(member)
+            self._masks[member, group] = (
+                None if seen.all() else mx.array(np.repeat(seen, group, axis=0))
+            )
+        return self._masks[member, group]
+
+    def _targets_of(self, kept: Sequence[int]) -> list[Target]:
+        """Where the first kept[i] rows of each member go.
+
+        Of several rows that go to one place the last one stays.
+        """
+        found: dict[int, tuple[Slab, dict[int, int]]] = {}
+        for rows, (_, spots), count in zip(self._rows, self._destinations, kept, strict=True):
+            for row, (slab, token) in enumerate(spots[:count], rows.start):
+                found.setdefault(id(slab), (slab, {}))[1][token] = row
+        num_rows = self._rows[-1].stop
+        pairs = (
+            (slab, sorted((row, token) for token, row in rows.items()))
+            for slab, rows in found.values()
+        )
+        return [target for slab, own in pairs for target in _targets_in(slab, own, num_rows)]
+
+    def _divided(
+        self, pieces: Mapping[tuple[int, ...], Pieces], streams: int
+    ) -> Sequence[Sequence[Share]]:
+        """The shares of each stream. A row costs as much with others as alone."""
+        heads, shares = (0, self.layer.kv_heads), []
+        for members, runs in pieces.items():
+            rows, cost = list[int](), 0
+            for i in members:
+                rows += range(self._rows[i].start, self._rows[i].stop)
+                cost += self.counts[i] * (ROW_KEYS + self.sizes[i])
+            shares.append(Share(members, cost, heads, rows, runs))
+        streams = min(streams, MOST_STREAMS)
+        if (
+            streams == 1
+            or sum(share.cost for share in shares) * self.layer.kv_heads < PARALLEL_KEYS
+        ):
+            return [shares]
+        return divide(shares, streams)
+
+
+class WindowStep(Step):
+    """A tentative step of windows: its rows are read next to the ring, and those that are kept
+    go into it at last.
+    """
+
+    reads_new_rows = True
+    # The counts that were kept in another layer of the group, and where their rows go.
+    _kept: tuple[list[int], list[Target]] = ([], [])
+
+    def write(self, index: int, keys: mx.array, values: mx.array) -> View | None:
+        return self._as_held(keys, values)
+
+    def commit(self, members: Sequence[Member], new: View | None, kept: Sequence[int]) -> None:
+        if any(kept):
+            assert new is not None, "rows are kept that were not computed"
+            if self._kept[0] != list(kept):
+                self._kept = list(kept), self._targets_of(kept)
+            _put(self._kept[1], members[0].place.index, new)
+        super().commit(members, new, kept)
+
+    def _size_of(self, member: Member, count: int) -> int:
+        return member.size()
+
+    def _seen(self, member: int) -> np.ndarray[Any, Any]:
+        """Masks the places of the ring that a row or one before it overwrites."""
+        places, size = self._destinations[member].places, self.sizes[member]
+        old, new = np.ones((len(places), size), bool), _causal(len(places))
+        last: dict[int, int] = {}
+        for row, place in enumerate(places):
+            if place < size:
+                old[row:, place] = False
+            if place in last:
+                new[row:, last[place]] = False
+            last[place] = row
+        return new if old.all() else np.concatenate([old, new], axis=1)
+
+
+def _clusters_of(members: Sequence[Member]) -> list[Cluster]:
+    """The members that begin with the same full blocks.
+
+    Windows keep writing in every block of their ring, so that they share nothing for long.
+    """
+    if len(members) == 1 or isinstance(members[0].place.layer, WindowLayer):
+        return []
+    # Ids of several pools overlap: those of the second pool are moved after those of the first.
+    pools = {pool: i for i, pool in enumerate(dict.fromkeys(m.sequence.pool for m in members))}
+    starts = [pools[m.sequence.pool] * POOL_STRIDE for m in members]
+    full = [m.sequence.tables[m.place.group].ids[: m.offset // BLOCK_TOKENS] for m in members]
+    return find_clusters(
+        [
+            [start + i for i in ids] if start else ids
+            for start, ids in zip(starts, full, strict=True)
+        ]
+    )
+
+
+def _causal(count: int) -> np.ndarray[Any, Any]:
+    return np.tril(np.ones((count, count), bool))
+
+
+def _targets_in(slab: Slab, pairs: list[tuple[int, int]], num_rows: int) -> list[Target]:
+    """Targets of pairs of a row, of num_rows in the step, and its token in the slab."""
+    slices: list[tuple[list[int], int]] = []
+    for row, token in pairs:
+        if slices and row == slices[-1][0][-1] + 1 and token == slices[-1][1] + len(slices[-1][0]):
+            slices[-1][0].append(row)
+        else:
+            slices.append(([row], token))
+    if len(slices) <= (1 if len(pairs) == num_rows else MOST_SLICES):
+        return [Target(slab, _index_of(rows, num_rows), token, None) for rows, token in slices]
+    return [
+        Target(
+            slab,
+            _index_of([row for row, _ in pairs], num_rows),
+            0,
+            mx.array([token for _, token in pairs]),
+        )
+    ]
+
+
+def _index_of(rows: list[int], num_rows: int) -> tuple[slice | mx.array] | None:
+    """Ascending rows as an index of the first axis; None for all."""
+    if len(rows) == num_rows:
+        return None
+    return (
+        slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else mx.array(rows),
+    )
+
+
+def _put(targets: list[Target], index: int, new: View) -> None:
+    """Put rows [rows, kv_heads, 1, dim] of keys and values where they go in the group's layer
+    `index`.
+    """
+    for slab, rows, start, places in targets:
+        view = new if rows is None else tuple([part_of(given, rows) for given in new])
+        if view[0].shape[0] > 1:
+            view = tuple([_as_tokens(given) for given in view])
+        if places is None:
+            slab.write(index, start, *view)
+        else:
+            slab.scatter(index, places, *view)
+
+
+def _as_tokens(rows: Rows) -> Rows:
+    """Rows [n, kv_heads, 1, dim] as the tokens of one sequence, [1, kv_heads, n, dim]."""
+    return (
+        rows.swapaxes(0, 2)
+        if isinstance(rows, mx.array)
+        else each(lambda array: array.swapaxes(0, 2), rows)
+    )

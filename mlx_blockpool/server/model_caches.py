@@ -1,0 +1,239 @@
+"""The spec and the store of a loaded model, the pools of one with a draft, the figures of pools.
+
+For the generation thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import PoolConfig, StoreConfig
+from ..engine.engine import BlockPoolBatchEngine
+from ..engine.sequence import Sequence
+from ..engine.stock import GuardedPromptCache
+from ..errors import PluginError, SpecError, StoreError
+from ..kv import build
+from ..kv.arena import KVArena, state_share
+from ..kv.pool import BlockPool
+from ..kv.probe import may_read_quantised
+from ..kv.prompt_cache import sequence_of
+from ..model_files.memory import batch_memory
+from ..spec import FullLayer, ModelCacheSpec
+from ..store.identity import identity
+from ..store.prompt_store import PromptStore
+from ..tier.cache import TieredPrefixCache
+from ..tier.opening import digests_of, open_store
+from .access import without_folders
+from .provider import BlockpoolModelProvider, WeightsHash
+from .sequential import DraftedPrefix
+
+log = logging.getLogger(__name__)
+
+# With fewer checkpoints than this, even a handful of agents compute each turn from the start.
+FEW_CHECKPOINTS = 8
+
+
+def describe(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
+    """The spec of a model, or None if no plugin describes it, which is logged."""
+    try:
+        return build.describe(model, config, model_id)
+    except (PluginError, SpecError) as error:
+        log.warning("No pool for %s: %s", model_id, error)
+        return None
+
+
+def store_of(
+    provider: BlockpoolModelProvider,
+    config: StoreConfig | None,
+    spec: ModelCacheSpec,
+    hashing: WeightsHash | None,
+) -> PromptStore | None:
+    """The store of a model; None, which is logged, if its weights cannot be distinguished from
+    others, on this or another rank.
+
+    `hashing`: has hashed them. Without it they are hashed here.
+    """
+    if config is None:
+        return None
+    folder, adapter, ranks, weights = provider.folder, provider.adapter_folder, provider.ranks, ""
+    try:
+        weights = (
+            identity(folder, adapter, digests_of(config)) if hashing is None else hashing.result()
+        )
+    except StoreError as error:
+        log.warning("%s is served without a prompt store: %s", provider.name, error)
+    if not ranks.least([bool(weights)])[0]:
+        return None
+    return open_store(config, folder, adapter, spec, provider.name, weights, ranks)
+
+
+def leave_out_draft(provider: BlockpoolModelProvider, spec: ModelCacheSpec | None) -> None:
+    """Have a model of this spec run without its draft if either has windows or states, which is
+    logged.
+
+    Wrong tokens of a draft are trimmed, which full windows and states cannot be: the reply would be
+    wrong.
+    """
+    if provider.draft_model is not None and any(
+        s is not None and s.needs_checkpoints for s in (spec, _draft_spec(provider))
+    ):
+        log.warning(
+            "%s runs without its draft model: windows and states cannot take wrong tokens back.",
+            provider.name,
+        )
+        provider.draft_model = None
+
+
+def need_room(
+    provider: BlockpoolModelProvider, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig
+) -> None:
+    """Raises PoolExhaustedError if `pool_bytes` are too few for a model of this spec. Computes
+    nothing and allocates no memory.
+
+    A model needs more if its attention turns out not to read quantised blocks.
+    """
+    is_quantised = provider.draft_model is None and may_read_quantised(provider.model)
+    spec, config = (
+        spec.with_bits(config.bits if is_quantised else None),
+        replace(config, preallocate=False),
+    )
+    BlockPool(spec, pool_bytes - state_share(spec, pool_bytes, config), config)
+
+
+def open_drafted(
+    provider: BlockpoolModelProvider, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig
+) -> DraftedPrefix | None:
+    """A pool for the model and one for its draft, sized by the bytes of a block of each.
+
+    None if the draft has no spec, or a layer of either has several caches.
+    """
+    draft = _draft_spec(provider)
+    if draft is None or not all(
+        isinstance(layer, FullLayer) for layer in (*spec.layers, *draft.layers)
+    ):
+        return None
+    sizes = [sum(s.bytes_per_block(g) for g in s.groups) for s in (spec, draft)]
+    own = pool_bytes * sizes[0] // sum(sizes)
+    key = str(provider.model_key)
+    prefix = TieredPrefixCache(KVArena(spec, own, config), key)
+    return DraftedPrefix(prefix, TieredPrefixCache(KVArena(draft, pool_bytes - own, config), key))
+
+
+def _draft_spec(provider: BlockpoolModelProvider) -> ModelCacheSpec | None:
+    return describe(provider.draft_model, {}, Path(str(provider.model_key[2])).name)
+
+
+def warn_of_few_checkpoints(prefix: TieredPrefixCache) -> None:
+    """Log a warning if so few checkpoints fit that each turn would compute its prompt again."""
+    own, arena = prefix.arena.spec.bytes_per_checkpoint(), prefix.arena
+    most = arena.state_bytes if arena.state_leaves else prefix.pool.pool_bytes
+    if own and most // own < FEW_CHECKPOINTS:
+        needed = FEW_CHECKPOINTS * own * (4 if arena.state_leaves and arena.spec.groups else 1)
+        log.warning(
+            "%d checkpoints of %d bytes fit; agents will compute their prompts again. Raise "
+            "--pool-bytes to %d or more.",
+            most // own,
+            own,
+            needed,
+        )
+
+
+def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
+    """Figures of a pool and its prefix cache."""
+    pool, bits = prefix.pool, prefix.arena.spec.bits
+    groups = pool.settle()
+    store = prefix.stored.report()
+    if store:
+        # Clients do not see the folder's path.
+        store.pop("folder", None)
+        store["problem"] = store["problem"] and without_folders(store["problem"])
+    return {
+        "backend": "blockpool",
+        "ragged": prefix.arena.capabilities.ragged,
+        "kv_bits": None if bits is None else asdict(bits),
+        "pool_bytes": pool.pool_bytes,
+        "array_bytes": prefix.arena.nbytes,
+        "used_bytes": sum((group.total - group.free) * group.bytes_per_block for group in groups),
+        "known_bytes": prefix.nbytes,
+        "sequences": len(prefix),
+        "lookups": prefix.num_lookups,
+        "prompt_tokens": prefix.num_prompt_tokens,
+        "cached_tokens": prefix.num_hit_tokens,
+        "known_tokens": prefix.num_matched_tokens,
+        "skipped": prefix.num_skipped,
+        "alarm": prefix.alarm,
+        "groups": [asdict(group) for group in groups],
+        "fragmentation": [round(blocks.fragmentation, 3) for blocks in pool.groups],
+        "decode_paths": dict(prefix.arena.decode.path_counts),
+        "decode_costs": {
+            str(group): asdict(costs) for group, costs in prefix.arena.decode.costs.items()
+        },
+        "no_kernel": {
+            str(group): why for group, why in prefix.arena.capabilities.no_kernel.items()
+        },
+        "store": store,
+        **prefix.retention.report(),
+    }
+
+
+def report(
+    prefix: TieredPrefixCache | None, stock: GuardedPromptCache, engine: BlockPoolBatchEngine | None
+) -> dict[str, Any]:
+    """The figures of a model for GET /v1/cache."""
+    if prefix is None:
+        found: dict[str, Any] = {
+            "backend": "mlx-lm",
+            "sequences": len(stock),
+            "known_bytes": stock.nbytes,
+        }
+    else:
+        found = pool_report(prefix)
+    if engine is None:
+        return found | {"batch": None, "engine": {}, "drafts": None}
+    return found | {
+        "batch": batch_report(prefix, engine.live),
+        "engine": dict(engine.counts),
+        "drafts": draft_report(engine),
+    }
+
+
+def draft_report(engine: BlockPoolBatchEngine) -> dict[str, Any]:
+    """How an engine drafts, and how many tokens were accepted, by source."""
+    curve, counts = engine.caches.curve, engine.counts
+    sources = sorted({name.partition(" ")[2] for name in counts if name.startswith("drafted ")})
+    by_source = {
+        name: {what: counts[f"{what} {name}"] for what in ("drafted", "accepted")}
+        for name in sources
+    }
+    return {
+        "mode": engine.config.drafts,
+        "off": engine.steps.off,
+        "verifies": engine.caches.verifies,
+        "curve": None if curve is None else curve.to_json(),
+        "verifications": counts["verifications"],
+        **{what: sum(own[what] for own in by_source.values()) for what in ("drafted", "accepted")},
+        "sources": by_source,
+    }
+
+
+def batch_report(prefix: TieredPrefixCache | None, batch: list[Sequence]) -> dict[str, Any] | None:
+    """Bytes that the running batch takes in the pool and would take padded.
+
+    None if it is not in the pool.
+    """
+    batch = [sequence for sequence in batch if sequence.caches and sequence.computed]
+    if prefix is None or not prefix.arena.capabilities.ragged or not batch:
+        return None
+    held = [
+        blocks for sequence in batch if (blocks := sequence_of(sequence.caches or [])) is not None
+    ]
+    counts = [
+        len({id for blocks in held for id in blocks.tables[g].ids})
+        for g in range(len(prefix.arena.spec.groups))
+    ]
+    return batch_memory(
+        prefix.arena.spec, [sequence.computed for sequence in batch], counts
+    ).bytes.as_dict()

@@ -1,0 +1,270 @@
+"""Prompts are prepared on the socket's thread: worker processes render and tokenize them before
+a request is queued.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any
+
+from mlx_lm.utils import load_config
+from pydantic import Field, create_model
+
+from ..config import ImageConfig
+from ..errors import BlockpoolError, RequestTooLargeError, TooManyPositionsError
+from ..mlx_lm_compat import image_parts
+from ..model_files.modelfile import local_folder, positions_of
+from .bodies import InvalidRequestError
+from .forms import Forms, FormTokens, has_form
+from .images import check_images, processor_of
+from .models.registry import ModelRegistry
+from .prompts.job import PreparedPrompt, PromptJob, TokenizerJob, TokenizerResult, TokenizerSource
+from .prompts.workers import PromptWorkers
+from .provider import ModelKey
+from .request import ChatRequest, PromptRequest
+from .validation import Body, Int, Text, check_bounds, validated
+
+log = logging.getLogger(__name__)
+
+PLACE = "chat_template_kwargs"
+Line = Annotated[Text, Field(max_length=4096)]
+# Arguments that templates of well-known models read, in addition to messages and tools, by the type
+# of their values.
+SWITCHES: dict[Any, str] = {
+    bool: "add_vision_id clear_thinking enable_citations enable_thinking force_reasoning "
+    "keep_past_thinking low_effort "
+    "preserve_thinking tools_in_user_message",
+    list[Any]: "available_tools builtin_tools custom_tools documents python_tools xml_tools",
+    dict[str, Any]: "controls",
+    Line: "citation_mode current_date date_string model_identity reasoning_effort safety_mode "
+    "thinking_mode today",
+    bool | Line: "thinking",
+    Int: "thinking_budget",
+}
+# None leaves an argument to the template.
+SWITCH_FIELDS: dict[str, Any] = {
+    name: (kind | None, None) for kind, names in SWITCHES.items() for name in names.split()
+}
+Switches = create_model("Switches", __base__=Body, **SWITCH_FIELDS)
+# Added to the logit of a token that must not be drawn; every float type has it.
+NEVER = -1e4
+
+
+class PromptCounted(Exception):  # noqa: N818
+    """Ends a request for the length of its prompt alone: `tokens`."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        super().__init__(f"the prompt has {tokens} tokens")
+
+
+class PromptPreparation:
+    """Checks requests and fills in their prompts, for the models of `registry`.
+
+    Any thread may call prepare().
+    """
+
+    def __init__(
+        self, workers: PromptWorkers, images: ImageConfig, registry: ModelRegistry, forms: Forms
+    ) -> None:
+        self._workers = workers
+        self._forms = forms
+        self._images = images
+        self._registry = registry
+
+    def check(self, request: Any, args: Any) -> None:
+        """Raises InvalidRequestError for a request that has too much of something, or gives the
+        template a forbidden argument.
+        """
+        check_bounds(request, args)
+        check_template_options(args.chat_template_kwargs, self._workers.config.template_kwargs)
+
+    def prepare(self, request: Any, args: Any) -> Any:
+        """Set `request.prepared` and `request.compiled`. Returns mlx-lm's arguments, changed where
+        the prompt needs it.
+
+        `args.model` is a ModelKey. Raises PromptCounted for a request that only asks for the length
+        of its prompt, ValueError for what requests may not ask for and the model cannot do,
+        FormError, and what PromptWorkers.prepare() and HeldPixels.hold() raise.
+        """
+        job = self._job(request, args)
+        is_chat_request = isinstance(request, ChatRequest)
+        if any(image_parts(request.messages)):
+            job.processor = self._processor(args.model)
+        if job.processor is not None:
+            job.image_at = request.image_at or "messages"
+            self._registry.need_one_rank(job.image_at, "images")
+            check_images(job.messages, job.image_at, self._images)
+        elif is_chat_request and request.image_at is not None:
+            raise ValueError(f"{request.image_at}: this model takes no images")
+        prepared = self._rendered(job, args.model)
+        if job.only_count:
+            raise PromptCounted(len(prepared.tokens))
+        if prepared.images is not None and request.pixels is not None:
+            request.pixels.hold(prepared.images, job.image_at)
+        request.prepared = prepared
+        if isinstance(request, PromptRequest) and has_form(request):
+            request.compiled = self._forms.form_for(
+                request, args.model, self._form_tokens(args.model)
+            )
+            if request.compiled is not None:
+                # A long run of forced tokens is found here, and not while other replies wait.
+                request.compiled.forced()
+        return args if prepared.never is None else never_drawing(prepared.never, args)
+
+    def convert(self, job: TokenizerJob, model: Any) -> TokenizerResult:
+        """Other work for the tokenizer of the model that a request describes; `job.source` is
+        filled in here.
+
+        Raises what ModelRegistry.find() and PromptWorkers.convert() raise.
+        """
+        return self._workers.convert(replace(job, source=self._source(self._registry.find(model))))
+
+    def positions(self, model: Any) -> int | None:
+        """The most positions of the model that a request describes; None if no limit is known.
+
+        Raises as ModelRegistry.find().
+        """
+        key = self._registry.find(model)
+        served = self._registry.loaded.get(key)
+        return (
+            positions_of(load_config(local_folder(key.model)))
+            if served is None
+            else served.positions
+        )
+
+    def load(self, key: ModelKey) -> None:
+        """Have a worker load a model's tokenizer while the model itself is loaded."""
+        try:
+            self._workers.load(self._source(key))
+        except (BlockpoolError, OSError, ValueError, RuntimeError) as error:
+            log.debug("the tokenizer of %s is loaded with its first prompt: %s", key.model, error)
+
+    def _form_tokens(self, key: ModelKey) -> FormTokens | None:
+        served = self._registry.loaded.get(key)
+        return (
+            self._forms.tokens_before(key, self._source(key))
+            if served is None
+            else served.form_tokens
+        )
+
+    def _processor(self, key: ModelKey) -> str | None:
+        """The name of a model's image processor, also before the model is loaded.
+
+        None if it takes no images.
+        """
+        served = self._registry.loaded.get(key)
+        return processor_of(
+            load_config(local_folder(key.model)) if served is None else served.provider.config
+        )
+
+    def _source(self, key: ModelKey) -> TokenizerSource:
+        served, template = self._registry.loaded.get(key), self._registry.template
+        folder = local_folder(key.model) if served is None else served.provider.folder
+        return TokenizerSource(
+            str(folder), template._tokenizer_config, template.cli_args.use_default_chat_template
+        )
+
+    def _rendered(self, job: PromptJob, key: ModelKey) -> PreparedPrompt:
+        try:
+            return self._workers.prepare(job)
+        except RequestTooLargeError as error:
+            served = self._registry.loaded.get(key)
+            if (
+                served is not None
+                and served.positions is not None
+                and error.needed > served.positions
+            ):
+                raise TooManyPositionsError(error.needed, served.positions) from error
+            raise
+
+    def _job(self, request: Any, args: Any) -> PromptJob:
+        served = self._registry.loaded.get(args.model)
+        options = self._registry.template.cli_args.chat_template_args
+        job = PromptJob(
+            self._source(args.model),
+            request.request_type,
+            request.prompt,
+            request.messages,
+            request.tools,
+            request.role_mapping,
+            {**options, **(args.chat_template_kwargs or {})},
+        )
+        if served is not None:
+            limits = [limit for limit in (served.capacity(), served.positions) if limit is not None]
+            job.capacity = min(limits, default=None)
+            job.checkpoints = served.engine is None or served.engine.caches.needs_checkpoints
+        if isinstance(request, ChatRequest):
+            job.is_chat_request = True
+            job.prediction = request.prediction
+            job.tool_breakpoints = [
+                (point.parts or 0, point.seconds) for point in request.tool_breakpoints
+            ]
+            job.calls, job.begin, job.holds_calls = request.calls, request.begin, bool(request.held)
+            if request.only_count:
+                job.capacity, job.checkpoints, job.only_count = None, False, True
+        return job
+
+
+def never_drawing(token: int, args: Any) -> Any:
+    """mlx-lm's arguments with a bias against a token."""
+    return replace(
+        args,
+        logits=replace(args.logits, logit_bias={**(args.logits.logit_bias or {}), token: NEVER}),
+    )
+
+
+def check_template_options(options: dict[str, Any] | None, allowed: tuple[str, ...] | None) -> None:
+    """Raises InvalidRequestError, with the name of the option, for an option that a request may not
+    have.
+
+    `allowed`: further names, with any value. None allows any name. All other arguments of a
+    tokenizer's apply_chat_template(), such as a template, padding or lengths, are the operator's.
+    """
+    given = {
+        name: value
+        for name, value in (options or {}).items()
+        if allowed is not None and name not in allowed
+    }
+    for name in given.keys() - Switches.model_fields.keys():
+        raise InvalidRequestError(
+            f"{PLACE}.{name[:50]}",
+            "requests may not give templates this argument; start the server with "
+            f"--allow-template-kwargs {name[:50]} "
+            f"to let them. They may give {', '.join(sorted(Switches.model_fields))}.",
+        )
+    validated(Switches, given, lambda path: f"{PLACE}.{path[0]}")
+
+
+class KeyedLock:
+    """A lock for each key, which callers acquire in the order of their calls. For any thread."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, threading.Event] = {}
+        self._changing = threading.Lock()
+
+    @contextmanager
+    def hold(self, key: str | None) -> Iterator[None]:
+        """Hold the lock of `key` once all earlier callers have released it.
+
+        Without a key there is nothing to wait for.
+        """
+        if key is None:
+            yield
+            return
+        own = threading.Event()
+        with self._changing:
+            before, self._last[key] = self._last.get(key), own
+        if before is not None:
+            before.wait()
+        try:
+            yield
+        finally:
+            with self._changing:
+                if self._last[key] is own:
+                    del self._last[key]
+            own.set()
