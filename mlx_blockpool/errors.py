@@ -4,6 +4,7 @@
     ├── UnsupportedVersionError      the installed mlx-lm is outside the supported range, or lacks
     │                                a name that is needed
     ├── SpecError                    a model cannot be described, or its spec contradicts it
+    │   └── UnknownModelTypeError    neither mlx-lm nor a plugin has the code of a model
     ├── PluginError                  a plugin raised an error or returned something invalid
     ├── PatchError                   an installed file of mlx-lm is not the one that the patch was
     │                                made for
@@ -45,6 +46,10 @@ class UnsupportedVersionError(BlockpoolError):
 
 class SpecError(BlockpoolError):
     pass
+
+
+class UnknownModelTypeError(SpecError, ValueError):
+    """Also a ValueError, as mlx-lm raises for it."""
 
 
 class PluginError(BlockpoolError):

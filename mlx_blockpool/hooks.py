@@ -105,6 +105,18 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
     """
 
 
+@hookspec(firstresult=True)
+def model_classes(config: dict[str, Any]) -> tuple[type, type] | None:
+    """Return the model class and its ModelArgs class for a config.json, or None to leave it to
+    another plugin and to mlx-lm.
+
+    They have the interface of those in mlx-lm's model files: `ModelArgs.from_dict(config)`,
+    `Model(args)`, `model(tokens, cache=caches)` that returns logits, `layers` or `make_cache`, and
+    `sanitize(weights)` where the files have other names. Raise UnknownModelTypeError for a model
+    type that the plugin has but cannot serve.
+    """
+
+
 @hookspec
 def prompt_normalisers() -> list[Normaliser]:  # type: ignore[empty-body]
     """Normalisers for volatile parts of prompts; each is off unless a user names it or it

@@ -64,16 +64,19 @@ IMPORTED: dict[str, StockName] = {
     "server.convert_chat": StockName(
         "a chat as text for models without a template", "(messages, role_mapping)"
     ),
-    "server.load": StockName(
-        "loads a model; the copy of _load() keeps the weights lazy",
+    "utils.load": StockName(
+        "loads a model; the copy of _load() keeps the weights lazy, and its copy takes the classes "
+        "of plugins",
         "(path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, "
         "revision, trust_remote_code)",
+        ("load_model",),
     ),
     "utils.sharded_load": StockName(
-        "loads one rank's share of a model; its copy omits the barrier at the end",
+        "loads one rank's share of a model; its copy omits the barrier at the end and takes the "
+        "classes of plugins",
         "(repo, pipeline_group, tensor_group, return_config, *, tokenizer_config, "
         "trust_remote_code)",
-        ("mx",),
+        ("mx", "load_model"),
     ),
     "server.CompletionRequest": StockName(
         "ChatRequest extends it", "(request_type, prompt, messages, tools, role_mapping)"
@@ -118,9 +121,7 @@ IMPORTED: dict[str, StockName] = {
         "a folder as it is, or the folder of a hub's id",
         "(path_or_hf_repo, revision, allow_patterns)",
     ),
-    "utils._get_classes": StockName(
-        "the model class of a config.json; plugins.shapes compiles it again", "(config)"
-    ),
+    "utils._get_classes": StockName("the model class of a config.json", "(config)"),
     "utils.hf_repo_to_path": StockName(
         "the folder that the hub's cache has of an id, and no download", "(hf_repo)"
     ),
@@ -214,10 +215,6 @@ STOCK: dict[str, StockName] = IMPORTED | {
     "server.ModelProvider.model": StockName("the loaded model"),
     "server.ModelProvider.model_key": StockName("what is loaded: model, adapter, draft"),
     # Models and tokenizers.
-    "utils.MODEL_REMAPPING": StockName("read by the copy of _get_classes() in plugins.shapes"),
-    "utils.MODEL_ARCHITECTURE_REMAPPING": StockName(
-        "read by the copy of _get_classes() in plugins.shapes"
-    ),
     "tokenizer_utils.TokenizerWrapper._tokenizer": StockName(
         "the transformers tokenizer, for offsets of characters"
     ),

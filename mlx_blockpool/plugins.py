@@ -6,15 +6,17 @@ an installed plugin overrides a bundled one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 import pluggy
 
-from . import hooks
-from .errors import BlockpoolError, PluginError, SpecError
+from . import hooks, mlx_lm_compat
+from .errors import BlockpoolError, PluginError, SpecError, UnknownModelTypeError
 from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer
 
 GROUP = "mlx_blockpool"
@@ -47,6 +49,81 @@ def empty_plugin_manager() -> pluggy.PluginManager:
     return manager
 
 
+def model_classes(
+    config: dict[str, Any], manager: pluggy.PluginManager | None = None
+) -> tuple[type, type]:
+    """The model class and its ModelArgs class for a config.json: those of a plugin, else mlx-lm's.
+
+    Raises UnknownModelTypeError if neither has the type, and PluginError that names a plugin which
+    raises or returns something else.
+    """
+    return plugin_classes(config, manager) or stock_classes(config)
+
+
+def plugin_classes(
+    config: dict[str, Any], manager: pluggy.PluginManager | None = None
+) -> tuple[type, type] | None:
+    """The classes of a plugin for a config.json. Returns None if no plugin has some.
+
+    Raises PluginError as model_classes() does.
+    """
+    manager = manager or make_plugin_manager()
+    hook, given = manager.hook.model_classes, {"config": config}
+    found = _first(manager, hook, given, f"model_type {config.get('model_type')!r}")
+    if found is None or (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and all(isinstance(part, type) for part in found)
+    ):
+        return cast(tuple[type, type] | None, found)
+    source = _source(manager, hook, given)
+    raise PluginError(
+        f"{source} returned {found!r} instead of a model class and its ModelArgs class."
+    )
+
+
+def stock_classes(config: dict[str, Any]) -> tuple[type, type]:
+    """mlx-lm's model class and ModelArgs class for a config.json. Raises UnknownModelTypeError."""
+    printed = io.StringIO()
+    try:
+        # A module whose dependency is missing (olmo) prints and exits.
+        with contextlib.redirect_stdout(printed):
+            found: tuple[type, type] = mlx_lm_compat.get_classes(config)
+        return found
+    except SystemExit as error:
+        why = printed.getvalue().strip() or "its module exits"
+        raise UnknownModelTypeError(_without_classes(config, why)) from error
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+        cause = error.__cause__
+        absent = not isinstance(cause, ImportError) or (
+            isinstance(cause, ModuleNotFoundError) and str(cause.name).startswith("mlx_lm.models.")
+        )
+        raise UnknownModelTypeError(
+            _without_classes(config, None if absent else str(cause))
+        ) from error
+
+
+def _without_classes(config: dict[str, Any], why: str | None) -> str:
+    """What is missing for the model of a config.json, and what to do.
+
+    why: the reason why mlx-lm's module does not load, if it has one.
+    """
+    kind, name = config.get("model_type"), f"mlx-lm {mlx_lm_compat.installed()}"
+    if why is not None:
+        text = f"{name} cannot load its module for model_type {kind!r}: {why}"
+    else:
+        text = (
+            f"neither {name} nor an installed plugin has model_type {kind!r}. Correct it, or "
+            "install a plugin that has it (with mlx-vlm, its text models are served)"
+        )
+    if (file := config.get("model_file")) is not None:
+        text += (
+            f". The config names {file!r} as the code of the model, which runs only with "
+            "--trust-remote-code"
+        )
+    return text
+
+
 def spec_from_config(
     config: dict[str, Any], model_id: str, manager: pluggy.PluginManager | None = None
 ) -> ModelCacheSpec:
@@ -68,7 +145,9 @@ def spec_of_model(
         return check_spec(spec, model)
     except PluginError as error:
         source = _source(
-            manager, _provider_of(manager, {"model": model, "config": config, "model_id": model_id})
+            manager,
+            manager.hook.model_cache_spec,
+            {"model": model, "config": config, "model_id": model_id},
         )
         raise PluginError(f"{error} The spec is from {source}.") from error
 
@@ -110,37 +189,48 @@ def provided_spec(
     Raises PluginError that names a provider which raises or returns something else, and the
     SpecError of one that cannot describe the model.
     """
-    given = {"model": model, "config": config, "model_id": model_id}
-    try:
-        found: Any = manager.hook.model_cache_spec(**given)
-    except SpecError as error:
-        provider = _provider_of(manager, given)
-        if inspect.ismodule(provider) and provider.__name__.startswith(f"{PACKAGE}."):
-            # Users cannot fix a bundled provider, so it is not named.
-            raise
-        raise SpecError(
-            f"{str(error).rstrip('.')}. Raised by {_source(manager, provider)}."
-        ) from error
-    except BlockpoolError:
-        raise
-    except Exception as error:
-        # Code from anywhere may raise anything.
-        source = _source(manager, _provider_of(manager, given))
-        text = f"{source} raised {type(error).__name__}: {error}. Fix or uninstall it."
-        raise PluginError(f"{model_id}: {text}") from error
+    hook, given = (
+        manager.hook.model_cache_spec,
+        {"model": model, "config": config, "model_id": model_id},
+    )
+    found = _first(manager, hook, given, model_id)
     if found is not None and (problem := _problem_with(found)) is not None:
-        source = _source(manager, _provider_of(manager, given))
+        source = _source(manager, hook, given)
         raise PluginError(
             f"{model_id}: {source} returned {problem} instead of a ModelCacheSpec or None."
         )
     return cast(ModelCacheSpec | None, found)
 
 
-def _provider_of(manager: pluggy.PluginManager, given: dict[str, Any]) -> Any:
+def _first(
+    manager: pluggy.PluginManager, hook: pluggy.HookCaller, given: dict[str, Any], subject: str
+) -> Any:
+    """What the first plugin returns from a hook. Raises PluginError that names a plugin which
+    raises, and the SpecError of one that cannot describe the model.
+    """
+    try:
+        return hook(**given)
+    except SpecError as error:
+        provider = _provider_of(hook, given)
+        if inspect.ismodule(provider) and provider.__name__.startswith(f"{PACKAGE}."):
+            # Users cannot fix a bundled provider, so it is not named.
+            raise
+        raise SpecError(
+            f"{str(error).rstrip('.')}. Raised by {_source(manager, hook, given)}."
+        ) from error
+    except BlockpoolError:
+        raise
+    except Exception as error:
+        # Code from anywhere may raise anything.
+        text = f"raised {type(error).__name__}: {error}. Fix or uninstall it."
+        raise PluginError(f"{subject}: {_source(manager, hook, given)} {text}") from error
+
+
+def _provider_of(hook: pluggy.HookCaller, given: dict[str, Any]) -> Any:
     """The first plugin that raises or answers when it is called by itself, as errors of the
     whole call do not name one.
     """
-    for impl in manager.hook.model_cache_spec.get_hookimpls()[::-1]:
+    for impl in hook.get_hookimpls()[::-1]:
         if not _is_wrapper(impl):
             names = [name for name in (*impl.argnames, *impl.kwargnames) if name in given]
             try:
@@ -152,13 +242,12 @@ def _provider_of(manager: pluggy.PluginManager, given: dict[str, Any]) -> Any:
     return None
 
 
-def _source(manager: pluggy.PluginManager, provider: Any) -> str:
-    """The names of a provider and of the hook wrappers around it."""
-    wrappers = [
-        name_of(manager, impl.plugin)
-        for impl in manager.hook.model_cache_spec.get_hookimpls()
-        if _is_wrapper(impl)
-    ]
+def _source(manager: pluggy.PluginManager, hook: pluggy.HookCaller, given: dict[str, Any]) -> str:
+    """The names of the plugin whose result or error a hook gives, and of the wrappers around
+    it.
+    """
+    provider = _provider_of(hook, given)
+    wrappers = [name_of(manager, impl.plugin) for impl in hook.get_hookimpls() if _is_wrapper(impl)]
     named = [] if provider is None else [name_of(manager, provider)]
     return ", wrapped by ".join(named + wrappers)
 

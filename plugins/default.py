@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_blockpool.errors import SpecError
+from mlx_blockpool.errors import PluginError, SpecError, UnknownModelTypeError
 from mlx_blockpool.hooks import hookimpl
 from mlx_blockpool.spec import (
     ChunkLayer,
@@ -39,7 +39,9 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
     config = copy.deepcopy(config)  # mlx-lm's ModelArgs write into it
     try:
         return trace(shapes.build(config), model_id).with_dtype(shapes.dtype_of(config))
-    except SpecError:
+    except UnknownModelTypeError as error:
+        raise UnknownModelTypeError(f"{model_id}: {error}") from error
+    except (SpecError, PluginError):
         raise
     except Exception as error:
         # mlx-lm's code for a config.json from anywhere may raise anything. Its own ValueErrors are

@@ -1,9 +1,7 @@
-"""mlx-lm's models built for their shapes alone: their parameters stay lazy."""
+"""Models built for their shapes alone: their parameters stay lazy."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from mlx_blockpool import mlx_lm_compat
+from mlx_blockpool.plugins import model_classes
 from mlx_blockpool.spec import DTYPE_BYTES
 
 # Modules that are not quantised if a config that is not mlx-lm's does not say so.
@@ -19,20 +17,14 @@ UNQUANTISED = ("embed_tokens", "lm_head")
 
 
 def build(config: dict[str, Any]) -> Any:
-    """The model that mlx-lm builds from a config.json, in its published dtype. Writes into
-    `config`, as mlx-lm does.
+    """The model of a config.json, built by a plugin's classes or mlx-lm's, in its published dtype.
+    Writes into `config`, as mlx-lm does.
 
-    Raises KeyError, TypeError or ValueError for a config of a model that mlx-lm lacks, and any
-    error of the model.
+    Raises UnknownModelTypeError, PluginError, and any error of the model.
     """
-    printed = io.StringIO()
-    try:
-        # A module whose own dependency is missing (olmo) prints and exits.
-        with contextlib.redirect_stdout(printed):
-            model_class, args_class = mlx_lm_compat.get_classes(config)
-    except SystemExit as error:
-        raise ValueError(printed.getvalue().strip() or "its module exits") from error
-    model = model_class(args_class.from_dict(config))
+    model_class, args_class = model_classes(config)
+    arguments: Any = args_class
+    model: Any = model_class(arguments.from_dict(config))
     dtype = getattr(mx, dtype_of(config))
     casts = getattr(model, "cast_predicate", lambda _: True)
 

@@ -17,12 +17,13 @@ from models import CONFIGS, make_model
 from published import GEMMA_12B, GPT_OSS_20B, LLAMA_8B, QWEN_14B
 
 from mlx_blockpool.config import KVBits
-from mlx_blockpool.errors import PluginError, SpecError
+from mlx_blockpool.errors import PluginError, SpecError, UnknownModelTypeError
 from mlx_blockpool.hooks import hookimpl
 from mlx_blockpool.plugins import (
     check_spec,
     empty_plugin_manager,
     make_plugin_manager,
+    model_classes,
     spec_from_config,
     spec_of_model,
 )
@@ -455,3 +456,72 @@ def test_a_cache_class_without_layer_kind_is_named(monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(SpecError, match=r"no layer kind has the cache class .*OddCache"):
         default.trace(model, "m")
+
+
+CLASSES = """
+from mlx_lm.models import llama
+from mlx_blockpool.hooks import hookimpl
+
+class Model(llama.Model):
+    pass
+
+@hookimpl
+def model_classes(config):
+    if config.get("model_type") == "sketch":
+        return Model, llama.ModelArgs
+"""
+
+
+class Classes:
+    """A plugin that returns the same classes for every model, or raises."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    @hookimpl
+    def model_classes(self, config: dict[str, Any]) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_a_plugin_brings_the_classes_of_a_type_that_mlx_lm_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**CONFIGS["llama"], "model_type": "sketch"}
+    with pytest.raises(
+        UnknownModelTypeError, match=r"m: neither mlx-lm .* has model_type 'sketch'"
+    ):
+        spec_from_config(config, "m")
+    install(tmp_path, monkeypatch, CLASSES)
+    assert model_classes(config)[0].__module__ == "fake_plugin"
+    assert spec_from_config(config, "m").layers == (FullLayer(2, 16, 16),) * 2
+    # Other models are mlx-lm's.
+    assert model_classes(dict(CONFIGS["qwen2"]))[0].__module__ == "mlx_lm.models.qwen2"
+
+
+def test_the_classes_of_a_plugin_replace_those_of_mlx_lm() -> None:
+    mine = (type("Model", (), {}), type("ModelArgs", (), {}))
+    assert model_classes(dict(CONFIGS["llama"]), manager_with(Classes(mine))) == mine
+
+
+@pytest.mark.parametrize("answer", [7, (int,), (int, 7), [int, str], KeyError("heads")])
+def test_a_plugin_without_a_pair_of_classes_is_a_plugin_error(answer: Any) -> None:
+    with pytest.raises(PluginError, match=r"test_plugins\.Classes, .*(returned|raised KeyError)"):
+        model_classes(dict(CONFIGS["llama"]), manager_with(Classes(answer)))
+
+
+def test_a_plugin_says_why_it_cannot_serve_a_type() -> None:
+    refusing = Classes(UnknownModelTypeError("sketch needs images"))
+    with pytest.raises(SpecError, match=r"sketch needs images\. Raised by provider"):
+        model_classes({"model_type": "sketch"}, manager_with(refusing))
+
+
+@pytest.mark.parametrize("model_type", [None, 7, ["llama"], "cache", "base", "perpetuum"])
+def test_a_type_without_classes_is_said(model_type: Any) -> None:
+    with pytest.raises(UnknownModelTypeError) as info:
+        model_classes({"model_type": model_type, "model_file": "own.py"})
+    assert f"has model_type {model_type!r}. Correct it, or install a plugin" in str(info.value)
+    assert "names 'own.py' as the code of the model, which runs only with --trust" in str(
+        info.value
+    )

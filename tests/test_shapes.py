@@ -49,13 +49,14 @@ def test_state_has_the_dtype_that_the_model_is_published_in() -> None:
 
 
 def test_a_model_type_that_nobody_knows_is_said() -> None:
-    with pytest.raises(ValueError, match="Model type unheard_of not supported"):
+    with pytest.raises(ValueError, match="has model_type 'unheard_of'"):
         shapes.build({"model_type": "unheard_of"})
 
 
 def test_a_model_that_needs_a_package_says_which(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
-        SpecError, match="cannot build a model from this config: To run olmo install ai2-olmo"
+        SpecError,
+        match="cannot load its module for model_type 'olmo': To run olmo install ai2-olmo",
     ):
         spec_from_config({"model_type": "olmo"}, "m")
     assert capsys.readouterr().out == ""

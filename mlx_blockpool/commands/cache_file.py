@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
-from mlx_lm.utils import load
 
 from ..config import KVBits, PoolConfig, StoreConfig
 from ..demo import model_path
@@ -27,6 +26,7 @@ from ..kv.build import quantised
 from ..kv.capabilities import RAGGED
 from ..kv.prompt_cache import as_stock, leaves_of
 from ..model_files.check import check_config
+from ..model_files.loading import load
 from ..model_files.modelfile import local_folder
 from ..plugins import spec_of_model
 from ..prefix.retention import RetentionPolicy

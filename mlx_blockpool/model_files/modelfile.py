@@ -16,7 +16,13 @@ from typing import Any
 
 from .. import mlx_lm_compat
 from ..demo import model_path
-from ..errors import BadModelError, BlockpoolError, PluginError, SpecError
+from ..errors import (
+    BadModelError,
+    BlockpoolError,
+    PluginError,
+    SpecError,
+    UnknownModelTypeError,
+)
 from ..formatting import line_of
 from ..plugins import spec_from_config
 from ..spec import FullLayer, ModelCacheSpec, leaves_of
@@ -116,6 +122,8 @@ def spec_of(found: ModelFile) -> ModelCacheSpec:
     try:
         check_layers(found.config, found.name)
         return _checked(spec_from_config(found.config, found.name))
+    except UnknownModelTypeError:
+        raise
     except (SpecError, PluginError, BadModelError) as error:
         raise SpecError(
             f"{line_of(error)}. Check {found.path}, or install a plugin that describes the model."

@@ -15,7 +15,8 @@ from mlx_lm.processors import PROCESSORS
 from ..config import ImageConfig
 from ..errors import UnavailableError
 from ..hooks import Message, text_of
-from ..mlx_lm_compat import get_classes, image_parts, image_url
+from ..mlx_lm_compat import image_parts, image_url
+from ..plugins import model_classes
 from .access import BudgetShare, ByteBudget
 from .bodies import InvalidRequestError
 from .prompts.job import PreparedImages
@@ -65,7 +66,7 @@ def processor_of(config: dict[str, Any]) -> str | None:
     """
     if not config.get("vision_config"):
         return None
-    name = config.get("processor_type") or get_classes(config)[0].__module__.rsplit(".", 1)[-1]
+    name = config.get("processor_type") or model_classes(config)[0].__module__.rsplit(".", 1)[-1]
     return name if name in PROCESSORS else None
 
 

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_config, load_model
+from mlx_lm.utils import load_config
 
 from ..demo import NAME, model_path
 from ..errors import LoadError, StoreError
-from ..mlx_lm_compat import ModelProvider, load, rebind, sharded_load
+from ..mlx_lm_compat import ModelProvider, rebind, sharded_load
+from ..model_files.loading import load, load_model
 from ..model_files.modelfile import local_folder
 from ..ranks.group import Ranks, ranks_of
 from ..store.identity import Digests, Stamps, check_unchanged, identity, stamps_of

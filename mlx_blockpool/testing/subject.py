@@ -19,12 +19,18 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..config import KVBits
-from ..errors import BlockpoolError
+from ..errors import BlockpoolError, UnknownModelTypeError
 from ..kv.arena import KVArena
 from ..kv.build import config_of
 from ..kv.rounded_caches import rounded
-from ..mlx_lm_compat import get_classes
-from ..plugins import check_spec, empty_plugin_manager, make_plugin_manager, provided_spec
+from ..plugins import (
+    check_spec,
+    empty_plugin_manager,
+    make_plugin_manager,
+    model_classes,
+    plugin_classes,
+    provided_spec,
+)
 from ..spec import ChunkLayer, ModelCacheSpec, WindowLayer
 
 MOST_PARAMETERS = 50_000_000
@@ -56,17 +62,17 @@ class Subject:
     """
 
     def __init__(self, model: Any, provider: Any = None) -> None:
+        self.manager = make_plugin_manager() if provider is None else _manager_of(provider)
         # A module of mlx is a dict too.
         if isinstance(model, nn.Module):
             config = config_of(model)
         else:
-            config, model = model, tiny_model(model)
+            config, model = model, tiny_model(model, self.manager)
         model.set_dtype(mx.float32)
         model.eval()
         self.model = model
         self.config = in_float32(config)
         self.model_id = type(model).__module__.rpartition(".")[2]
-        self.manager = make_plugin_manager() if provider is None else _manager_of(provider)
 
     def describe(self, model: Any, config: dict[str, Any]) -> ModelCacheSpec | None:
         """The provider's spec, or None if it does not describe this model.
@@ -151,11 +157,11 @@ def _manager_of(provider: Any) -> pluggy.PluginManager:
     return manager
 
 
-def tiny_model(config: dict[str, Any]) -> Any:
-    """The mlx-lm model of a config.json in float32, with random weights under which a wrong key
-    changes the logits.
+def tiny_model(config: dict[str, Any], manager: pluggy.PluginManager | None = None) -> Any:
+    """The model of a config.json in float32, with random weights under which a wrong key changes
+    the logits. Its classes are those of the plugins in `manager`, of installed ones, or mlx-lm's.
 
-    Raises ConformanceError if it is not tiny, or if mlx-lm has no such model.
+    Raises ConformanceError if it is not tiny, or if there are no classes for its type.
     """
     if not isinstance(config, dict):
         raise ConformanceError(
@@ -165,14 +171,16 @@ def tiny_model(config: dict[str, Any]) -> Any:
         )
     config = copy.deepcopy(config)  # mlx-lm's ModelArgs write into it
     try:
-        model_class, args_class = get_classes(config)
-    except (AttributeError, KeyError, ValueError) as error:
+        own = None if manager is None else plugin_classes(config, manager)
+        model_class, args_class = own or model_classes(config)
+    except UnknownModelTypeError as error:
         found = f"a config with the model_type {config.get('model_type')!r}"
-        hint = "Correct it, install an mlx-lm that has it, or give the loaded model."
+        hint = "Correct it, install a plugin that has it, or give the loaded model."
         raise ConformanceError(
-            found, f"a type that mlx-lm {version('mlx-lm')} has", hint
+            found, f"a type that mlx-lm {version('mlx-lm')} or a plugin has", hint
         ) from error
-    model = model_class(args_class.from_dict(config))
+    arguments: Any = args_class
+    model: Any = model_class(arguments.from_dict(config))
     size = sum(value.size for _, value in tree_flatten(model.parameters()))
     if size > MOST_PARAMETERS:
         hint = (

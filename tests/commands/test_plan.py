@@ -36,7 +36,7 @@ def test_a_model_that_is_not_there_is_refused(
         ("{", "Cannot read {path}: "),
         ("[1]", "{path} is not the config.json of a model: it does not hold a JSON object."),
         ({}, "{path}: the config has no model_type. Check {path}"),
-        ({"model_type": "unheard_of"}, "{path}: mlx-lm cannot build a model from this config: "),
+        ({"model_type": "unheard_of"}, "{path}: neither mlx-lm "),
         ({"model_type": "llama"}, "{path}: "),
         (
             {**CONFIGS["llama"], "num_hidden_layers": 0},

@@ -30,6 +30,7 @@ from thorough import only
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.commands.plan import describe, parse_context, parse_memory
+from mlx_blockpool.mlx_lm_compat import installed
 from mlx_blockpool.model_files import device
 from mlx_blockpool.model_files.calculator import Memory, ModelPlan, Weights
 from mlx_blockpool.plugins import spec_from_config
@@ -356,9 +357,9 @@ def test_memory_that_is_none(capsys: pytest.CaptureFixture[str], text: str) -> N
 def test_a_model_type_that_nobody_knows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = write_config(tmp_path, {"model_type": "unheard_of"})
     assert refusal(capsys, *given("demo", str(path))) == (
-        f"{path}: mlx-lm cannot build a model from this config: Model type unheard_of not "
-        "supported. "
-        f"Check {path}, or install a plugin that describes the model."
+        f"{path}: neither mlx-lm {installed()} nor an installed plugin has model_type "
+        "'unheard_of'. Correct it, or install a plugin that has it (with mlx-vlm, its text models "
+        "are served)"
     )
 
 

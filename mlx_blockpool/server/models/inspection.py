@@ -15,10 +15,16 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ...config import ModelsConfig
-from ...errors import BadModelError, ModelNotFoundError, StoreError
+from ...errors import (
+    BadModelError,
+    ModelNotFoundError,
+    PluginError,
+    StoreError,
+    UnknownModelTypeError,
+)
 from ...formatting import line_of
-from ...mlx_lm_compat import get_classes
 from ...model_files import check, device, modelfile
+from ...plugins import model_classes, plugin_classes
 from ...store.identity import check_weights
 from ..provider import ModelKey
 from .catalog import Catalog, is_downloaded, is_folder
@@ -128,16 +134,14 @@ def _weights(folder: Path, trusts_code: bool) -> int:
 
 
 def _check_type(folder: Path, config: dict[str, Any], trusts_code: bool) -> None:
-    if config.get("model_file") is not None:
-        if not trusts_code:
-            raise BadModelError(
-                f"{folder} brings its own code, which only runs with --trust-remote-code."
-            )
-        return
     try:
-        get_classes(config)
-    except (KeyError, TypeError, ValueError, AttributeError, SystemExit) as error:
-        # Some model files call exit() where a package is missing.
-        raise BadModelError(
-            f"{folder}: mlx-lm knows no model of type {config.get('model_type')!r}: {error}"
-        ) from error
+        if config.get("model_file") is None:
+            model_classes(config)
+        elif not trusts_code and plugin_classes(config) is None:
+            raise BadModelError(
+                f"{folder} brings its own code ({config['model_file']!r}), which only runs with "
+                f"--trust-remote-code, and no installed plugin has model_type "
+                f"{config.get('model_type')!r}."
+            )
+    except (UnknownModelTypeError, PluginError) as error:
+        raise BadModelError(f"{folder}: {error}") from error
