@@ -56,6 +56,22 @@ class Normaliser:
     is_default: bool = False
 
 
+@dataclass(frozen=True)
+class AttentionAdapter:
+    """How attention modules of some classes compute from the caches of a pool.
+
+    name:    what logs and `doctor` call it.
+    applies: whether it is for modules of a class.
+    attend:  attend(module, call, *args, **kwargs) returns what the module would; `call` is the
+             __call__ of its class, and the other arguments are those of the module. Among them is a
+             cache of one sequence, or of a batch of them.
+    """
+
+    name: str
+    applies: Callable[[type], bool]
+    attend: Callable[..., Any]
+
+
 def is_text(part: Any) -> bool:
     """Return whether a part of a message's content is text."""
     return isinstance(part, dict) and isinstance(part.get("text"), str)
@@ -121,4 +137,12 @@ def model_classes(config: dict[str, Any]) -> tuple[type, type] | None:
 def prompt_normalisers() -> list[Normaliser]:  # type: ignore[empty-body]
     """Normalisers for volatile parts of prompts; each is off unless a user names it or it
     is_default.
+    """
+
+
+@hookspec
+def attention_adapters() -> list[AttentionAdapter]:  # type: ignore[empty-body]
+    """Adapters for attention that is not a plain call of mlx-lm's scaled_dot_product_attention.
+
+    They are used only where a few tokens give the logits of the model's own caches.
     """

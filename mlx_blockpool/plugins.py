@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import logging
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
@@ -17,7 +18,10 @@ import pluggy
 
 from . import hooks, mlx_lm_compat
 from .errors import BlockpoolError, PluginError, SpecError, UnknownModelTypeError
+from .hooks import AttentionAdapter
 from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer
+
+log = logging.getLogger(__name__)
 
 GROUP = "mlx_blockpool"
 BUNDLED = ("default", "volatile")
@@ -178,6 +182,29 @@ def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
                 f"{spec.model_id}, layer {index}: the spec says {found}; the model makes {needed}."
             )
     return spec.with_dtype(traced.dtype)
+
+
+def attention_adapters(manager: pluggy.PluginManager | None = None) -> list[AttentionAdapter]:
+    """The attention adapters of all plugins, those of installed ones last. A plugin that raises or
+    returns something else is left out, which is logged.
+    """
+    manager = manager or make_plugin_manager()
+    found: list[AttentionAdapter] = []
+    for impl in manager.hook.attention_adapters.get_hookimpls():
+        try:
+            returned: Any = impl.function()
+            given = list(returned)
+            wrong = next((each for each in given if not isinstance(each, AttentionAdapter)), None)
+            if wrong is not None:
+                raise TypeError(f"{wrong!r} is not an AttentionAdapter")
+        except Exception as error:
+            # Code from anywhere: models are served without it.
+            source = name_of(manager, impl.plugin)
+            text = "%s: attention_adapters() failed: %s: %s. Its adapters are not used."
+            log.warning(text, source, type(error).__name__, error)
+            continue
+        found += given
+    return found
 
 
 def provided_spec(

@@ -1,7 +1,8 @@
 """Lets a model's own attention read blocks where they lie.
 
-bind() gives each attention submodule of one model instance a derived class whose __call__ is
-mlx-lm's code with `scaled_dot_product_attention` bound to ours, which lets the cache attend.
+bind() gives each attention submodule of one model instance a derived class whose __call__ is one of
+three: what a plugin's adapter computes; mlx-lm's code with `scaled_dot_product_attention` bound to
+ours, which lets the cache attend; or mlx-lm's code for one member of a batch after another.
 mlx-lm's modules and classes stay as they are. Whether the model computes the same that way is found
 out by probe.py.
 """
@@ -9,32 +10,41 @@ out by probe.py.
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
 from mlx_lm.models import base
 
+from ..hooks import AttentionAdapter
 from ..mlx_lm_compat import rebind
 from .attention import attend_quantised
-from .quantised import Quantised, Rows
+from .batch_cache import PooledBatchCache
+from .by_member import attend_by_member
+from .quantised import Quantised
 
 NAME = "scaled_dot_product_attention"
+# How modules attend that call mlx-lm's function.
+PLAIN = "plain"
 
-# The class of a module -> that of attached ones.
-_classes: WeakValueDictionary[type, type] = WeakValueDictionary()
+# The class of a module and how it attends -> the class of attached ones.
+_classes: WeakValueDictionary[tuple[type, Any], type] = WeakValueDictionary()
 
 
 def scaled_dot_product_attention(
     queries: mx.array,
-    keys: Rows,
-    values: Rows,
+    keys: Any,
+    values: Any,
     cache: Any,
     scale: float,
     mask: Any,
     sinks: Any = None,
 ) -> mx.array:
     """mlx-lm's signature; a pooled cache attends itself."""
+    if isinstance(keys, PooledBatchCache):
+        # A layer without a cache attends to what another layer's returned.
+        cache = keys
     if hasattr(cache, "attend"):
         attended: mx.array = cache.attend(queries, keys, values, scale, mask, sinks)
         return attended
@@ -47,31 +57,57 @@ def scaled_dot_product_attention(
     return out
 
 
-def bind(model: Any) -> int:
-    """Attach one model instance; returns how many submodules attend through their cache now."""
+def bind(model: Any, adapters: Sequence[AttentionAdapter] = (), *, by_member: bool = False) -> int:
+    """Attach one model instance; returns how many submodules attend through their cache now.
+
+    The last adapter that applies to a module's class is used. by_member: no adapter is used, and
+    all modules that have a cache compute one member after another.
+    """
     attached = 0
     for _, module in model.named_modules():
-        cls = type(module)
-        attached += "_attached_from" in cls.__dict__
-        if not _calls_attention(cls):
-            continue
-        module.__class__ = _derived(cls)
-        attached += 1
+        cls = type(module).__dict__.get("_attached_from", type(module))
+        attend = _way(cls, () if by_member else adapters, by_member)
+        if attend is not None:
+            module.__class__ = _derived(cls, attend)
+            attached += 1
     return attached
 
 
-def _derived(cls: type) -> type:
+def _way(cls: type, adapters: Sequence[AttentionAdapter], by_member: bool) -> Any:
+    """How modules of a class attend: as PLAIN, or by a function as AttentionAdapter.attend; None
+    if they have no cache.
+    """
+    found = next((adapter.attend for adapter in reversed(adapters) if adapter.applies(cls)), None)
+    if found is not None:
+        return found
+    writes = isinstance(cls.__call__, types.FunctionType) and (
+        "update_and_fetch" in cls.__call__.__code__.co_names
+    )
+    if _calls_attention(cls) and not (by_member and writes):
+        return PLAIN
+    return attend_by_member if writes else None
+
+
+def _derived(cls: type, attend: Any) -> type:
     """The class of attached modules of a class: one for all models."""
-    found = _classes.get(cls)
+    found = _classes.get((cls, attend))
     if found is None:
-        call = rebind(cls.__call__, **{NAME: scaled_dot_product_attention})
+        if attend == PLAIN:
+            call = rebind(cls.__call__, **{NAME: scaled_dot_product_attention})
+        else:
+            own: Any = cls.__call__
+
+            def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+                return attend(module, own, *args, **kwargs)
+
         names = {
             "__call__": call,
             "__reduce_ex__": _reduce,
             "_attached_from": cls,
+            "_attends": staticmethod(attend) if callable(attend) else attend,
             "__module__": cls.__module__,
         }
-        found = _classes[cls] = type(cls.__name__, (cls,), names)
+        found = _classes[cls, attend] = type(cls.__name__, (cls,), names)
     return found
 
 
@@ -81,12 +117,24 @@ def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
     """
     cls = type(module)._attached_from
     _, _, *content = cls.__reduce_ex__(module, protocol)
-    return _attached, (cls,), *content
+    return _attached, (cls, type(module)._attends), *content
 
 
-def _attached(cls: type) -> Any:
-    derived: Any = _derived(cls)
+def _attached(cls: type, attend: Any) -> Any:
+    derived: Any = _derived(cls, attend)
     return derived.__new__(derived)
+
+
+def classes_of(model: Any) -> list[tuple[Any, type]]:
+    """The submodules of a model and their classes, for restore()."""
+    return [(module, type(module)) for _, module in model.named_modules()]
+
+
+def restore(classes: Iterable[tuple[Any, type]]) -> None:
+    """Undo what bind() has changed since classes_of()."""
+    for module, cls in classes:
+        if type(module) is not cls:
+            module.__class__ = cls
 
 
 def detach(model: Any) -> None:
@@ -94,6 +142,13 @@ def detach(model: Any) -> None:
     for _, module in model.named_modules():
         if "_attached_from" in type(module).__dict__:
             module.__class__ = type(module)._attached_from
+
+
+def is_by_member(model: Any) -> bool:
+    """Return whether some module of an attached model computes one member after another."""
+    return any(
+        getattr(type(m), "_attends", None) is attend_by_member for _, m in model.named_modules()
+    )
 
 
 def is_attached(model: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..mlx_lm_compat import BaseCache
-from .quantised import Rows, View, concatenated
+from .quantised import View, concatenated
 from .sequence import ALL_ALIKE
 from .shards import placeholder_keys, send_now
 from .step import Step, plain_step, tentative_step
@@ -37,10 +37,9 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
     def __init__(self, members: list[Any]) -> None:
         self.members = list(members)
         self._lengths: list[int] | None = None
-        self._prompts: list[tuple[int, Any]] = []
-        # The plain step whose attention is computed next; the step that is not committed yet, and
-        # what its write() returned.
-        self._plain: Step | None = None
+        # Of the last prompts that were written: each member's count and mask; None after a step.
+        self._prompts: list[tuple[int, Any]] | None = None
+        # The step that is not committed yet, and what its write() returned.
         self._tentative: Step | None = None
         self._new: View | None = None
 
@@ -120,42 +119,48 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         )
         step.commit(self.members, new, kept)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys and values [members, kv_heads, n, dim]; of a right-padded prompt only its own
         tokens.
 
-        Returns them as they are: attend() reads the slabs.
+        Returns the batch itself in place of keys and of values, as they lie in blocks: attention
+        reads them there, also that of a layer without a cache. A module that computes with them
+        fails.
         """
-        n = keys.shape[2]
-        if self.members[0].layer == self.members[0].sequence.arena.first:
-            self.members[0].sequence.arena.check_dtype(keys)
+        first, n = self.members[0], keys.shape[2]
+        arena = first.sequence.arena
+        if first.layer == arena.first:
+            arena.check_dtype(keys)
+        self._prompts = None
         if self._tentative is not None:
-            self._new = self._tentative.write(self.members[0].place.index, keys, values)
-            return keys, values
-        if n == 1 and self._lengths is None:
+            self._new = self._tentative.write(first.place.index, keys, values)
+        elif n == 1 and self._lengths is None:
             self._decode(keys, values)
-            return keys, values
-        self._plain, self._prompts = None, []
-        for i, member in enumerate(self.members):
-            count = n if self._lengths is None else max(0, min(n, self._lengths[i]))
-            mask = _mask(member, count)
-            if count:
-                member.write(keys[i : i + 1, :, :count], values[i : i + 1, :, :count])
-            self._prompts.append((count, mask))
-        if self._lengths is not None:
-            self._lengths = [length - n for length in self._lengths]
-        return keys, values
+        else:
+            self._prompts = self._write_prompts(keys, values)
+        return self, self
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What update_and_fetch() has returned, for another layer in the same pass."""
+        return self, self
 
     def attend(
-        self, queries: mx.array, keys: Rows, values: Rows, scale: float, mask: Any, sinks: Any
+        self, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
     ) -> mx.array:
-        """Attention of queries [members, heads, n, dim], each member to its own keys and values."""
-        step, self._plain = self._tentative or self._plain, None
-        if step is None:
-            return self._attend_prompts(queries, values, scale, sinks)
+        """Attention of queries [members, heads, n, dim], each member to its own keys and values.
+
+        Raises NotImplementedError for a mask that the caches do not make.
+        """
+        if mask is not None and getattr(mask, "is_special", not isinstance(mask, str)):
+            raise NotImplementedError("The model has a mask that its caches do not make.")
+        if self._prompts is not None:
+            return self._attend_prompts(queries, self._prompts, scale, sinks)
         first = self.members[0]
-        first.sequence.arena.decode.path_counts[step.path] += 1
-        return step.attend(first.place.index, queries, self._new, scale, sinks)
+        arena = first.sequence.arena
+        step = self._tentative or arena.steps[first.place.group]
+        arena.decode.path_counts[step.path] += 1
+        out: mx.array = step.attend(first.place.index, queries, self._new, scale, sinks)
+        return out
 
     def _decode(self, keys: mx.array, values: mx.array) -> None:
         first = self.members[0]
@@ -164,16 +169,39 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         ):
             # A step in flight still reads the slabs; writing now would copy them.
             mx.synchronize()
-        self._plain = plain_step(self.members)
-        self._plain.write(first.place.index, keys, values)
+        step = plain_step(self.members)
+        step.write(first.place.index, keys, values)
         for member in self.members:
             member.advance(1)
 
+    @property
+    def is_tentative(self) -> bool:
+        """True between begin_rows() and commit_rows()."""
+        return self._tentative is not None
+
+    def counts(self, n: int) -> list[int]:
+        """How many of the next `n` tokens of a pass are each member's, or its rows."""
+        if self._tentative is not None:
+            return self._tentative.counts
+        if self._lengths is None:
+            return [n] * len(self.members)
+        return [max(0, min(n, length)) for length in self._lengths]
+
+    def _write_prompts(self, keys: mx.array, values: mx.array) -> list[tuple[int, Any]]:
+        """The count of each member's tokens, and its own mask."""
+        n, prompts = keys.shape[2], []
+        for i, (member, count) in enumerate(zip(self.members, self.counts(n), strict=True)):
+            prompts.append((count, _mask(member, count)))
+            if count:
+                member.write(keys[i : i + 1, :, :count], values[i : i + 1, :, :count])
+        if self._lengths is not None:
+            self._lengths = [length - n for length in self._lengths]
+        return prompts
+
     def _attend_prompts(
-        self, queries: mx.array, values: Rows, scale: float, sinks: Any
+        self, queries: mx.array, prompts: list[tuple[int, Any]], scale: float, sinks: Any
     ) -> mx.array:
-        n, dim = queries.shape[2], values.shape[3]
-        prompts, self._prompts = self._prompts, []
+        n, dim = queries.shape[2], self.members[0].place.layer.value_dim
         outputs = []
         for i, (member, (count, own_mask)) in enumerate(zip(self.members, prompts, strict=True)):
             parts = []
@@ -188,14 +216,20 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         return concatenated(outputs)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
-        """A stand-in: each member has its own mask, made where it attends."""
+        """The masks of all members, for modules that compute member by member.
+
+        Others need none: each member has its own mask where it attends.
+        """
         needed = getattr(self.members[0], "max_size", None)
-        if return_array or (window_size is not None and window_size != needed):
-            raise NotImplementedError(
-                f"A model that masks a window of {window_size} in a cache of {needed} needs "
-                "padding."
-            )
-        return "causal" if N > 1 else None
+        is_special = return_array or (window_size is not None and window_size != needed)
+        if N == 1 and not is_special:
+            return None
+        pairs = list(zip(self.members, self.counts(N), strict=True))
+        if not is_special:
+            return MemberMasks([_mask(member, count) for member, count in pairs], False)
+        given = {"return_array": return_array, "window_size": window_size}
+        masks = [member.make_mask(count, **given) if count else None for member, count in pairs]
+        return MemberMasks(masks, True)
 
     def prepare(
         self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None
@@ -253,6 +287,22 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         return sum(m.nbytes for m in self.members)
+
+
+class MemberMasks(str):
+    """The mask of each member for the next tokens of a pass; a model that compares it finds
+    mlx-lm's "causal".
+
+    is_special: whether attention to the members' caches would apply another one.
+    """
+
+    masks: list[Any]
+    is_special: bool
+
+    def __new__(cls, masks: list[Any], is_special: bool) -> MemberMasks:
+        found = super().__new__(cls, "causal")
+        found.masks, found.is_special = masks, is_special
+        return found
 
 
 class _NotSaved:

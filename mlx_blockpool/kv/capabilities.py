@@ -18,6 +18,8 @@ class Capabilities:
                   place, or padded, in mlx-lm's own batch caches. None if they run one at a time.
     is_attached:  whether the model's attention attends through pooled caches, which quantised
                   blocks need.
+    by_member:    whether some attention computes the members of a batch one after another.
+    differs:      what the ways that were tried before this one got wrong, in words.
     verifies:     how several next tokens of a sequence are computed in one forward: as rows of a
                   batch, or each sequence alone; None if that is not possible.
     pads_states:  whether prompts of a model with states may be padded, as its states leave out the
@@ -32,6 +34,8 @@ class Capabilities:
 
     batches: Literal["ragged", "padded"] | None = None
     is_attached: bool = False
+    by_member: bool = False
+    differs: tuple[str, ...] = ()
     verifies: Literal["rows", "alone"] | None = None
     pads_states: bool = False
     is_stage: bool = False

@@ -17,10 +17,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from ..config import KVBits
+from ..plugins import attention_adapters
 from ..ranks.group import ALONE, Ranks
 from ..spec import ChunkLayer, ModelCacheSpec, StateLayer
 from .arena import KVArena
-from .attach import NAME, bind, detach, is_attached
+from .attach import NAME, bind, classes_of, is_by_member, restore
 from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
 from .pending_tokens import PendingTokens, takes_back
@@ -60,7 +61,7 @@ def probe(
     )
     if not attaches:
         return found
-    before, was_attached = arena.capabilities, is_attached(model)
+    before, classes = arena.capabilities, classes_of(model)
     # Caches of the pool work as if the model could do what is tried.
     arena.capabilities = found
     try:
@@ -76,8 +77,7 @@ def probe(
         arena.capabilities = found
         return replace(found, synchronous=copies_slabs(model, arena))
     except Exception:
-        if not was_attached:
-            detach(model)
+        restore(classes)
         raise
     finally:
         arena.capabilities = before
@@ -89,23 +89,39 @@ def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Rank
     spec = arena.spec
     is_quantised = spec.bits is not None
 
-    def reads_blocks() -> bool:
-        batch = _agrees(
+    def reads_blocks() -> str | None:
+        return _difference(
             model, lambda: make_prompt_cache(model, arena), not arena.state_leaves, spec
         )
+
+    def reads_alone() -> str | None:
+        return _difference_alone(model, arena)
+
+    def reads_both() -> str | None:
         # A single sequence gets quantised rows instead of arrays, and a model may compute with them
         # before attention. All ranks try it or none does: parts of layers compute together.
-        return on_all(ranks, batch) and _agrees_alone(model, arena) if is_quantised else batch
+        why = reads_blocks()
+        return (why or reads_alone()) if on_all(ranks, why is None) else why
 
-    arena.capabilities = replace(found, batches="ragged")
-    if spec.batches and _keep_attached_if(model, arena, reads_blocks, ranks):
-        return replace(found, batches="ragged", is_attached=True)
+    proofs = [
+        (Capabilities("ragged", is_attached=True), reads_both if is_quantised else reads_blocks)
+    ]
+    if not spec.batches:
+        proofs.clear()
+    if is_quantised:
+        proofs.append((Capabilities(is_attached=True), reads_alone))
+    for proven, agrees in proofs:
+        arena.capabilities = replace(found, batches=proven.batches)
+        for by_member in (False, True):
+            why = _attach_if(model, arena, agrees, ranks, by_member)
+            if why is None:
+                return replace(
+                    found, batches=proven.batches, is_attached=True, by_member=is_by_member(model)
+                )
+            found = replace(found, differs=(*found.differs, why))
     arena.capabilities = found
     if is_quantised:
-        return replace(
-            found,
-            is_attached=_keep_attached_if(model, arena, lambda: _agrees_alone(model, arena), ranks),
-        )
+        return found
     return replace(found, batches="padded" if batches_padded(model, spec, ranks) else None)
 
 
@@ -118,21 +134,25 @@ def _verifies(model: Any, arena: KVArena, ranks: Ranks) -> Any:
     return "alone" if _agrees_taking_back(model, arena) else None
 
 
-def _keep_attached_if(model: Any, arena: KVArena, agrees: Callable[[], bool], ranks: Ranks) -> bool:
-    """Attach a model, and detach it again unless it agrees then, on all ranks."""
+def _attach_if(
+    model: Any, arena: KVArena, agrees: Callable[[], str | None], ranks: Ranks, by_member: bool
+) -> str | None:
+    """Attach a model. Returns what differs then, on any rank, and leaves the model as it was."""
     # Another pool may have attached it, and relies on that.
-    was_attached = is_attached(model)
-    passed = False
+    before = classes_of(model)
+    passed, why = False, "its layers have no attention that can be attached"
     try:
         # A model without attention has nothing to attach.
-        is_bound = bind(model) > 0 or not arena.spec.groups
+        is_bound = bind(model, attention_adapters(), by_member=by_member) or not arena.spec.groups
+        if is_bound and arena.spec.bits is not None and not may_read_quantised(model):
+            is_bound, why = False, "it has keys that may go elsewhere than into attention"
         with without_collectives(model):
-            own = is_bound and (arena.spec.bits is None or may_read_quantised(model)) and agrees()
-        passed = on_all(ranks, own)
+            why = (agrees() or "") if is_bound else why
+        passed = on_all(ranks, not why)
     finally:
-        if not passed and not was_attached:
-            detach(model)
-    return passed
+        if not passed:
+            restore(before)
+    return None if passed else why or "another rank's part differs"
 
 
 def batches_padded(model: Any, spec: ModelCacheSpec | None = None, ranks: Ranks = ALONE) -> bool:
@@ -143,7 +163,7 @@ def batches_padded(model: Any, spec: ModelCacheSpec | None = None, ranks: Ranks 
     """
     has_states = spec is not None and any(isinstance(leaf, StateLayer) for leaf in spec.leaves)
     with without_collectives(model):
-        agrees = (spec is None or spec.batches) and _agrees(
+        agrees = (spec is None or spec.batches) and not _difference(
             model, lambda: _stock_caches(model, spec), not has_states, spec
         )
     return on_all(ranks, agrees)
@@ -154,23 +174,23 @@ def _leaves_padding_out(model: Any, ranks: Ranks) -> bool:
     sequences. (jamba's does not.)
     """
     with without_collectives(model):
-        agrees = _agrees(model, lambda: _stock_caches(model), pads=True)
-    return on_all(ranks, agrees)
+        why = _difference(model, lambda: _stock_caches(model), pads=True)
+    return on_all(ranks, why is None)
 
 
 def may_read_quantised(model: Any) -> bool:
     """Return whether probe() may find that a model's attention reads quantised blocks. Nothing is
     computed.
 
-    It does not where keys of a cache may go elsewhere than into attention, as an indexer's do in
-    prompts too long to be tried.
+    It does not where keys of a cache go elsewhere than into attention in a function that cannot be
+    computed member by member.
     """
     classes = {cls for _, module in model.named_modules() for cls in type(module).__mro__}
     functions = [
         value
         for cls in classes
         for value in vars(cls).values()
-        if isinstance(value, types.FunctionType)
+        if isinstance(value, types.FunctionType) and value.__name__ != "__call__"
     ]
     with_cache = [
         f.__code__.co_names for f in functions if "update_and_fetch" in f.__code__.co_names
@@ -178,10 +198,10 @@ def may_read_quantised(model: Any) -> bool:
     return all(NAME in names for names in with_cache)
 
 
-def _agrees(
+def _difference(
     model: Any, make_caches: Callable[[], list[Any]], pads: bool, spec: ModelCacheSpec | None = None
-) -> bool:
-    """Return whether a batch gives the logits of single sequences.
+) -> str | None:
+    """What differs between the logits of a batch and those of single sequences, in words.
 
     `pads`: prompts are computed together, shorter ones padded.
     """
@@ -194,7 +214,7 @@ def _agrees(
         batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
         return _batch_logits(model, batch, PROMPTS if pads else [])
 
-    return _is_near(model, in_a_batch, PROMPTS, spec)
+    return _compared(model, in_a_batch, PROMPTS, spec)
 
 
 def _agrees_by_rows(model: Any, arena: KVArena) -> bool:
@@ -218,7 +238,7 @@ def _agrees_by_rows(model: Any, arena: KVArena) -> bool:
         commit_rows(batch, [1, 1])
         return logits[:2, -1]
 
-    return _is_near(model, by_rows, PROMPTS, arena.spec)
+    return _compared(model, by_rows, PROMPTS, arena.spec) is None
 
 
 def _agrees_taking_back(model: Any, arena: KVArena) -> bool:
@@ -230,14 +250,14 @@ def _agrees_taking_back(model: Any, arena: KVArena) -> bool:
         PendingTokens(model, caches, [*NEXT[0], 8, 9]).accept(1)
         return PendingTokens(model, caches, [*NEXT[1], 7]).logits[:1]
 
-    return takes_back(arena.spec) and _is_near(model, alone, PROMPTS[:1], arena.spec)
+    return takes_back(arena.spec) and _compared(model, alone, PROMPTS[:1], arena.spec) is None
 
 
-def _agrees_alone(model: Any, arena: KVArena) -> bool:
-    """Return whether a prompt in two parts, on pooled caches, gives the logits of mlx-lm's."""
+def _difference_alone(model: Any, arena: KVArena) -> str | None:
+    """What differs between the logits of a prompt in two parts on pooled caches and on mlx-lm's."""
     prompt = PROMPTS[0]
     parts = [prompt[:4], prompt[4:], *NEXT]
-    return _is_near(
+    return _compared(
         model,
         lambda: _last_logits(model, make_prompt_cache(model, arena), parts),
         [prompt],
@@ -245,14 +265,14 @@ def _agrees_alone(model: Any, arena: KVArena) -> bool:
     )
 
 
-def _is_near(
+def _compared(
     model: Any,
     compute: Callable[[], mx.array],
     prompts: list[list[int]],
     spec: ModelCacheSpec | None,
-) -> bool:
-    """Return whether computed logits are those of each prompt alone, on mlx-lm's caches that
-    hold what the spec's blocks hold.
+) -> str | None:
+    """What differs between computed logits and those of each prompt alone, on mlx-lm's caches that
+    hold what the spec's blocks hold; None if nothing does.
     """
     try:
         found = compute()
@@ -260,12 +280,14 @@ def _is_near(
     # that is taken instead.
     except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
         log.info("%s does not run this way: %s", type(model).__module__, error)
-        return False
+        return f"{type(error).__name__}: {str(error)[:200]}"
     alone = [_last_logits(model, _stock_caches(model, spec), [prompt, *NEXT]) for prompt in prompts]
     needed = mx.concatenate(alone).astype(mx.float32)
     tolerance = _tolerance(found.dtype == mx.float32, None if spec is None else spec.bits)
-    return bool(
-        (mx.abs(found.astype(mx.float32) - needed).max() <= tolerance * mx.abs(needed).max()).item()
+    off = mx.abs(found.astype(mx.float32) - needed).max() / mx.maximum(mx.abs(needed).max(), 1e-30)
+    # NaN is no less than anything.
+    return (
+        None if (off <= tolerance).item() else f"logits differ by {off.item():.2g} of the largest"
     )
 
 
