@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -75,17 +75,81 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TokenArray:
+    """One array of a layer with a row for each token: [1, heads, tokens, dim].
+
+    name:         in records and messages: an identifier in ASCII.
+    dtype:        as mlx names it; None: that of the spec.
+    quantisable:  whether blocks may hold it in few bits. Only floats are.
+
+    Raises SpecError for values that no array can have.
+    """
+
+    name: str
+    heads: int
+    dim: int
+    dtype: str | None = None
+    quantisable: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.name.isascii() and self.name.isidentifier()):
+            raise SpecError(f"The name of an array must be an identifier (got {self.name!r})")
+        if not all(type(size) is int and size >= 0 for size in (self.heads, self.dim)):
+            raise SpecError(
+                f"{self.name}: heads and dim must be positive integers (got {self.heads!r} and "
+                f"{self.dim!r})"
+            )
+        if self.dtype is not None and self.dtype not in SAFETENSORS:
+            raise SpecError(
+                f"{self.name}: dtype must be one of {', '.join(sorted(SAFETENSORS))} (got "
+                f"{self.dtype!r})"
+            )
+
+
+@dataclass(frozen=True, repr=False)
 class FullLayer:
-    """Keys and values of every token. Cache arrays: [1, kv_heads, tokens, key_dim | value_dim]."""
+    """Keys and values of every token: [1, kv_heads, tokens, key_dim | value_dim].
+
+    more: further arrays with a row for each token, as an indexer's keys. A layer with no keys and
+    no values, both of dimension 0, has these alone.
+
+    Raises SpecError if two arrays have the same name or one in `more` is empty.
+    """
 
     kind: ClassVar[str] = "full"
     kv_heads: int
     key_dim: int
     value_dim: int
+    more: tuple[TokenArray, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.more == ():
+            return
+        if not (isinstance(self.more, tuple) and all(isinstance(a, TokenArray) for a in self.more)):
+            raise SpecError(f"`more` must be a tuple of TokenArrays (got {self.more!r})")
+        names = {array.name for array in self.arrays}
+        if len(names) < len(self.arrays) or not all(a.heads * a.dim for a in self.more):
+            raise SpecError(
+                "The arrays of a layer must have different names, and those in `more` at least one "
+                f"number for each token (got {self})"
+            )
+
+    def __repr__(self) -> str:
+        # Layers without `more` are named as before there was any: ranks compare names.
+        shown = [f.name for f in fields(self) if f.name != "more" or self.more]
+        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in shown)})"
+
+    @cached_property
+    def arrays(self) -> tuple[TokenArray, ...]:
+        """All arrays with a row for each token: keys, values, then `more`."""
+        if self.more and not self.key_dim and not self.value_dim:
+            return self.more
+        keys = TokenArray("keys", self.kv_heads, self.key_dim)
+        return keys, TokenArray("values", self.kv_heads, self.value_dim), *self.more
 
     @property
     def values_per_token(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim)
+        return sum(array.heads * array.dim for array in self.arrays)
 
     @property
     def max_blocks(self) -> int | None:
@@ -93,7 +157,7 @@ class FullLayer:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WindowLayer(FullLayer):
     """Keys and values of the last `max_size` tokens, and always of the first `keep`."""
 
@@ -106,7 +170,7 @@ class WindowLayer(FullLayer):
         return blocks_for(self.max_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ChunkLayer(FullLayer):
     """Keys and values of every token, of which a chunk of `chunk_size` is read; a prefix can be
     resumed at any token.
@@ -156,14 +220,16 @@ class LayerGroup:
 
     @property
     def name(self) -> str:
-        window = f" {self.layer.max_size}" if isinstance(self.layer, WindowLayer) else ""
-        dims = f"{self.layer.key_dim}" + (
-            "" if self.layer.key_dim == self.layer.value_dim else f"/{self.layer.value_dim}"
+        layer = self.layer
+        window = f" {layer.max_size}" if isinstance(layer, WindowLayer) else ""
+        dims = (
+            []
+            if layer.arrays == layer.more
+            else list(dict.fromkeys((layer.key_dim, layer.value_dim)))
         )
-        return (
-            f"{self.layer.kind}{window} x{len(self.layers)} ({self.layer.kv_heads} heads, dim "
-            f"{dims})"
-        )
+        arrays = [f"{layer.kv_heads} heads, dim {'/'.join(map(str, dims))}"] if dims else []
+        arrays += [f"{array.name} {array.heads}x{array.dim}" for array in layer.more]
+        return f"{layer.kind}{window} x{len(self.layers)} ({', '.join(arrays)})"
 
 
 @dataclass(frozen=True)
@@ -190,12 +256,12 @@ def blocks_for(tokens: int) -> int:
 class ModelCacheSpec:
     """The caches of one model: `layers` has one entry per cache that mlx-lm makes, in order.
 
-    dtype:       of keys and values in memory: float32, float16 or bfloat16.
+    dtype:       of keys, values and arrays without another one: float32, float16 or bfloat16.
     batches:     whether a batch gives the same replies as each sequence by itself; if not, the
                  model runs one at a time.
     max_kv_size: mlx-lm's option that bounds full layers, which are windows then.
-    bits:        how blocks store keys and values; None: in `dtype`. Providers leave it None. States
-                 are never quantised.
+    bits:        how blocks store keys and values; None: as they are. Providers leave it None.
+                 States are never quantised.
     counted:     in a group of ranks, the sizes that its blocks and states are counted with.
                  Providers leave it None.
 
@@ -245,22 +311,29 @@ class ModelCacheSpec:
         """True if a prefix can be resumed only where its windows and states were stored."""
         return any(isinstance(leaf, WindowLayer | StateLayer) for leaf in self.leaves)
 
-    def forms(self, layer: FullLayer) -> tuple[Form | None, Form | None]:
-        """How blocks store the keys and the values of a layer; None: in `dtype`."""
-        if self.bits is None:
-            return None, None
-        group_size = self.bits.group_size
-        return form_of(layer.key_dim, self.bits.keys, group_size), form_of(
-            layer.value_dim, self.bits.values, group_size
-        )
+    def dtype_of(self, array: TokenArray) -> str:
+        """As mlx names it."""
+        return array.dtype or self.dtype
+
+    def forms(self, layer: FullLayer) -> tuple[Form | None, ...]:
+        """How blocks store each of layer.arrays; None: as it is. Arrays other than `values` are in
+        the bits of keys.
+        """
+        return tuple(map(self._form_of, layer.arrays))
+
+    def _form_of(self, array: TokenArray) -> Form | None:
+        if self.bits is None or not array.quantisable or self.dtype_of(array) not in DTYPE_BYTES:
+            return None
+        bits = self.bits.values if array.name == "values" else self.bits.keys
+        return form_of(array.dim, bits, self.bits.group_size)
 
     def bytes_per_token_per_layer(self, leaf: LayerSpec) -> int:
-        """Keys and values of one token in one leaf."""
+        """All arrays of one token in one leaf."""
         if not isinstance(leaf, FullLayer):
             return 0
-        rows = zip((leaf.key_dim, leaf.value_dim), self.forms(leaf), strict=True)
-        return leaf.kv_heads * sum(
-            _row_bytes(dim, DTYPE_BYTES[self.dtype], form) for dim, form in rows
+        return sum(
+            array.heads * _row_bytes(array.dim, bytes_of(self.dtype_of(array)), form)
+            for array, form in zip(leaf.arrays, self.forms(leaf), strict=True)
         )
 
     def bytes_per_block_per_layer(self, leaf: LayerSpec) -> int:
@@ -315,7 +388,7 @@ class ModelCacheSpec:
         content: list[object] = [
             BLOCK_TOKENS,
             self.dtype,
-            [[layer.kind, asdict(layer)] for layer in self.layers],
+            [[layer.kind, figures_of(layer)] for layer in self.layers],
         ]
         if self.bits is not None:
             content.append(
@@ -347,7 +420,9 @@ class ModelCacheSpec:
     def with_windows(self, max_kv_size: int, keep: int) -> ModelCacheSpec:
         """The same model with windows of `max_kv_size` tokens in place of full layers."""
         layers = tuple(
-            WindowLayer(layer.kv_heads, layer.key_dim, layer.value_dim, max_kv_size, keep)
+            WindowLayer(
+                layer.kv_heads, layer.key_dim, layer.value_dim, max_kv_size, keep, more=layer.more
+            )
             if type(layer) is FullLayer
             else layer
             for layer in self.layers
@@ -379,6 +454,16 @@ def form_of(dim: int, bits: int | None, group_size: int) -> Form | None:
     )
 
 
+def figures_of(layer: LayerSpec) -> dict[str, Any]:
+    """The fields of a layer in types of JSON; of a layer without further arrays those that it had
+    before there were any, which fingerprints depend on.
+    """
+    return asdict(
+        layer,
+        dict_factory=lambda pairs: {name: of for name, of in pairs if (name, of) != ("more", ())},
+    )
+
+
 def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:
     """The layer itself, or the leaves of a composite layer's parts."""
     if isinstance(layer, CompositeLayer):
@@ -389,7 +474,7 @@ def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:
 
 
 def _row_bytes(dim: int, dtype_bytes: int, form: Form | None) -> int:
-    """Keys or values of one head and token; scales and biases have the model's dtype."""
+    """An array's row of one head and token; scales and biases have the array's dtype."""
     return (
         dim * dtype_bytes
         if form is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -17,8 +18,10 @@ from mlx_blockpool.spec import (
     LayerGroup,
     ModelCacheSpec,
     StateLayer,
+    TokenArray,
     WindowLayer,
     blocks_for,
+    figures_of,
     form_of,
 )
 
@@ -32,6 +35,17 @@ LLAMA = ModelCacheSpec("llama-3.1-8b", (FullLayer(8, 128, 128),) * 32, "bfloat16
 QWEN = ModelCacheSpec("qwen-2.5-14b", (FullLayer(8, 128, 128),) * 48, "bfloat16")
 GPT_OSS = ModelCacheSpec(
     "gpt-oss-20b", (WindowLayer(8, 64, 64, 128), FullLayer(8, 64, 64)) * 12, "bfloat16"
+)
+# Latents and rotary keys of one head, and an indexer's keys next to them, which stay as they are.
+INDEXED = FullLayer(
+    1,
+    512,
+    64,
+    more=(
+        TokenArray("index", 2, 128, quantisable=False),
+        TokenArray("scale", 3, 4, "uint8"),
+        TokenArray("wide", 2, 32, "float32"),
+    ),
 )
 # Shapes of one Mamba layer in float32: 3 * 8 and 8 * 4 numbers.
 STATE = StateLayer((((1, 3, 8), "float32"), ((1, 8, 4), "float32")))
@@ -140,6 +154,65 @@ def test_keys_and_values_may_differ_in_size() -> None:
     assert spec.groups[0].name == "full x1 (1 heads, dim 192/128)"
 
 
+def test_all_arrays_of_a_layer_are_counted_in_their_own_heads_and_types() -> None:
+    spec = ModelCacheSpec("mla", (INDEXED, FullLayer(1, 512, 64)), "bfloat16")
+    assert [array.name for array in INDEXED.arrays] == ["keys", "values", "index", "scale", "wide"]
+    assert INDEXED.values_per_token == 512 + 64 + 2 * 128 + 3 * 4 + 2 * 32
+    assert spec.bytes_per_token_per_layer(INDEXED) == 2 * (512 + 64 + 256) + 12 + 4 * 64
+    assert spec.bytes_per_token() == spec.bytes_per_token_per_layer(INDEXED) + 2 * 576
+    assert [group.name for group in spec.groups] == [
+        "full x1 (1 heads, dim 512/64, index 2x128, scale 3x4, wide 2x32)",
+        "full x1 (1 heads, dim 512/64)",
+    ]
+
+
+def test_arrays_are_quantised_in_the_bits_of_keys_unless_they_must_not_be() -> None:
+    spec = ModelCacheSpec("mla", (INDEXED,), "bfloat16").with_bits(KVBits(8, 4))
+    assert spec.forms(INDEXED) == (Form(8, 64), Form(4, 64), None, None, Form(8, 32))
+    # 512 bytes of words and 8 pairs of 2 bytes; 32 and one pair; then 2 heads of a pair of 4 bytes.
+    assert spec.bytes_per_token_per_layer(INDEXED) == (512 + 32) + (32 + 4) + 512 + 12 + 2 * 40
+    alone = FullLayer(1, 80, 80, more=(TokenArray("index", 1, 64),))
+    assert ModelCacheSpec("m", (alone,)).with_bits(KVBits(8, 8)).bits == KVBits(8, 8)
+    fixed = FullLayer(1, 80, 80, more=(TokenArray("index", 1, 64, quantisable=False),))
+    assert ModelCacheSpec("m", (fixed,)).with_bits(KVBits(8, 8)).bits is None
+
+
+def test_a_layer_without_keys_and_values_has_its_other_arrays_alone() -> None:
+    latent, rotary = TokenArray("latent", 1, 512), TokenArray("rotary", 1, 64, quantisable=False)
+    layer = WindowLayer(0, 0, 0, 300, more=(latent, rotary))
+    spec = ModelCacheSpec("m", (layer,), "float16").with_bits(KVBits(4, 8))
+    assert layer.arrays == (latent, rotary)
+    assert spec.forms(layer) == (Form(4, 64), None)
+    assert spec.groups[0].name == "window 300 x1 (latent 1x512, rotary 1x64)"
+    # A cache that a model never uses has no arrays at all.
+    assert FullLayer(0, 0, 0).values_per_token == 0
+    assert ModelCacheSpec("m", (FullLayer(0, 0, 0),)).groups == ()
+
+
+def test_a_window_in_place_of_a_full_layer_has_its_arrays() -> None:
+    (window,) = ModelCacheSpec("m", (INDEXED,)).with_windows(512, 4).layers
+    assert window == WindowLayer(1, 512, 64, 512, 4, more=INDEXED.more)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: FullLayer(1, 2, 2, more=(TokenArray("keys", 1, 2),)), "different names"),
+        (lambda: FullLayer(1, 2, 2, more=(TokenArray("a", 1, 2),) * 2), "different names"),
+        (lambda: FullLayer(1, 2, 2, more=(TokenArray("a", 1, 0),)), "at least one number"),
+        (lambda: WindowLayer(1, 2, 2, 300, more=[TokenArray("a", 1, 2)]), "tuple"),  # type: ignore[arg-type]
+        (lambda: ChunkLayer(1, 2, 2, 300, more=("a",)), "tuple"),  # type: ignore[arg-type]
+        (lambda: TokenArray("a", 1.5, 2), r"positive integers \(got 1.5 and 2\)"),  # type: ignore[arg-type]
+        (lambda: TokenArray("a", 1, -2), r"positive integers \(got 1 and -2\)"),
+        (lambda: TokenArray("a.b", 1, 2), "'a.b'"),
+        (lambda: TokenArray("a", 1, 2, "complex64"), "'complex64'"),
+    ],
+)
+def test_arrays_that_no_layer_can_have_are_refused(wrong: Callable[[], object], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        wrong()
+
+
 def test_layers_that_differ_in_any_figure_are_different_groups() -> None:
     full, window = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 512)
     layers = (full, window, WindowLayer(1, 2, 2, 512, keep=4), FullLayer(2, 2, 2), window, full)
@@ -206,6 +279,17 @@ def test_fingerprint_changes_with_everything_that_shapes_the_caches() -> None:
         replace(spec, layers=(FullLayer(1, 4, 2), window)),
         replace(spec, layers=(full, CompositeLayer((window,)))),
         replace(spec, layers=(full, STATE)),
+        *(
+            replace(spec, layers=(FullLayer(1, 2, 2, more=(array,)), window))
+            for array in (
+                TokenArray("a", 1, 32),
+                TokenArray("b", 1, 32),
+                TokenArray("a", 2, 32),
+                TokenArray("a", 1, 64),
+                TokenArray("a", 1, 32, "float32"),
+                TokenArray("a", 1, 32, quantisable=False),
+            )
+        ),
     ]
     fingerprints = [s.fingerprint() for s in (spec, *others)]
     assert len(set(fingerprints)) == len(fingerprints)
@@ -225,6 +309,17 @@ def test_fingerprint_without_bits_is_what_it_always_was() -> None:
         "52b22bd8b40b4b0415166c30225f770a",
     ]
     assert LLAMA.with_bits(KVBits()).with_bits(None).fingerprint() == LLAMA.fingerprint()
+
+
+def test_a_layer_without_further_arrays_is_written_as_before_there_were_any() -> None:
+    # Ranks compare these words.
+    layer = WindowLayer(1, 2, 4, 512)
+    text = "WindowLayer(kv_heads=1, key_dim=2, value_dim=4, max_size=512, keep=0)"
+    assert repr(layer) == text
+    assert LayerGroup(layer, (0,)).kind == f"window {text}"
+    assert list(figures_of(layer)) == ["kv_heads", "key_dim", "value_dim", "max_size", "keep"]
+    with_more = replace(layer, more=(TokenArray("a", 1, 2),))
+    assert "more=(TokenArray(name='a', heads=1, dim=2," in LayerGroup(with_more, (0,)).kind
 
 
 def test_fingerprint_changes_with_the_form_of_keys_or_values() -> None:

@@ -298,17 +298,12 @@ def loses_words(spec: ModelCacheSpec) -> bool:
     """Return whether mlx-lm lacks a cache for the quantised keys and values of some layer: its
     files hold them dequantised then.
 
-    It lacks one for windows, and for keys and values in different bits.
+    It lacks one for windows, for keys and values in different bits, and for further arrays.
     """
     for leaf in spec.leaves:
-        if (
-            isinstance(leaf, FullLayer)
-            and leaf.values_per_token
-            and spec.forms(leaf) != (None, None)
-        ):
-            keys, values = spec.forms(leaf)
-            if type(leaf) is not FullLayer or keys != values:
-                return True
+        forms = spec.forms(leaf) if isinstance(leaf, FullLayer) else ()
+        if any(forms) and (type(leaf) is not FullLayer or leaf.more or len(set(forms)) > 1):
+            return True
     return False
 
 

@@ -1,4 +1,4 @@
-"""The memory of a pool: for each layer, keys and values in slabs of neighbouring blocks.
+"""The memory of a pool: for each layer, its arrays in slabs of neighbouring blocks.
 
 Follows the layout of its BlockPool. Knows arrays and positions, no sequences. Owned by the
 generation thread. No view of a slab may outlive the step that made it: a write would copy the whole
@@ -112,10 +112,7 @@ class KVArena:
         mx.clear_cache()
         for (g, i), blocks in wanted.items():
             if (g, i) not in self._slabs:
-                group = self.spec.groups[g]
-                self._slabs[g, i] = Slab(
-                    group.layer, len(group.layers), blocks, self.dtype, self.spec.forms(group.layer)
-                )
+                self._slabs[g, i] = Slab(self.spec, self.spec.groups[g], blocks)
         self._layout = self.pool.layout_version
 
     def evict_with(self, evict_for: Callable[[Mapping[int, int]], None]) -> None:

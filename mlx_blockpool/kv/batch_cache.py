@@ -119,26 +119,26 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         )
         step.commit(self.members, new, kept)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append keys and values [members, kv_heads, n, dim]; of a right-padded prompt only its own
-        tokens.
+    def update_and_fetch(self, *rows: mx.array) -> tuple[Any, ...]:
+        """Append rows [members, heads, n, dim] of each of the layer's arrays: keys, values, then
+        others; of a right-padded prompt only its own tokens.
 
-        Returns the batch itself in place of keys and of values, as they lie in blocks: attention
+        Returns the batch itself in place of each array, as they lie in blocks: attention
         reads them there, also that of a layer without a cache. A module that computes with them
         fails.
         """
-        first, n = self.members[0], keys.shape[2]
+        first, n = self.members[0], rows[0].shape[2]
         arena = first.sequence.arena
         if first.layer == arena.first:
-            arena.check_dtype(keys)
+            arena.check_dtype(rows[0])
         self._prompts = None
         if self._tentative is not None:
-            self._new = self._tentative.write(first.place.index, keys, values)
+            self._new = self._tentative.write(first.place.index, rows)
         elif n == 1 and self._lengths is None:
-            self._decode(keys, values)
+            self._decode(rows)
         else:
-            self._prompts = self._write_prompts(keys, values)
-        return self, self
+            self._prompts = self._write_prompts(rows)
+        return (self,) * len(rows)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What update_and_fetch() has returned, for another layer in the same pass."""
@@ -162,7 +162,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         out: mx.array = step.attend(first.place.index, queries, self._new, scale, sinks)
         return out
 
-    def _decode(self, keys: mx.array, values: mx.array) -> None:
+    def _decode(self, rows: View) -> None:
         first = self.members[0]
         if first.layer == first.sequence.arena.first and any(
             m.sequence.arena.capabilities.synchronous for m in self.members
@@ -170,7 +170,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             # A step in flight still reads the slabs; writing now would copy them.
             mx.synchronize()
         step = plain_step(self.members)
-        step.write(first.place.index, keys, values)
+        step.write(first.place.index, rows)
         for member in self.members:
             member.advance(1)
 
@@ -187,13 +187,13 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             return [n] * len(self.members)
         return [max(0, min(n, length)) for length in self._lengths]
 
-    def _write_prompts(self, keys: mx.array, values: mx.array) -> list[tuple[int, Any]]:
+    def _write_prompts(self, rows: tuple[mx.array, ...]) -> list[tuple[int, Any]]:
         """The count of each member's tokens, and its own mask."""
-        n, prompts = keys.shape[2], []
+        n, prompts = rows[0].shape[2], []
         for i, (member, count) in enumerate(zip(self.members, self.counts(n), strict=True)):
             prompts.append((count, _mask(member, count)))
             if count:
-                member.write(keys[i : i + 1, :, :count], values[i : i + 1, :, :count])
+                member.write(*(array[i : i + 1, :, :count] for array in rows))
         if self._lengths is not None:
             self._lengths = [length - n for length in self._lengths]
         return prompts

@@ -1,9 +1,9 @@
 """What is in a block, as bytes that outlive it: copies out of the slabs and back. Owned by the
 generation thread.
 
-The layout of a record's parts: for each layer of the groups, in order, keys and values [kv_heads,
-tokens, dim]. Quantised keys or values are three parts: packed words, scales and biases. Every part
-is copied bit by bit.
+The layout of a record's parts: for each layer of the groups, in order, each of its arrays [heads,
+tokens, dim]: keys, values, then others. A quantised array is three parts: packed words, scales and
+biases. Every part is copied bit by bit.
 """
 
 from __future__ import annotations
@@ -50,26 +50,21 @@ def contents(arena: KVArena, groups: Sequence[int], tokens: int) -> list[Content
     """The arrays that hold the first `tokens` tokens of one block of each group."""
     found = []
     for group in (arena.spec.groups[g] for g in groups):
-        rows = group.layer
-        of_rows = list(
-            zip(
-                ("keys", "values"),
-                (rows.key_dim, rows.value_dim),
-                arena.spec.forms(rows),
+        arrays = group.layer.arrays
+        parts = [
+            (f"{array.name}{suffix}", dtype, (array.heads, tokens, width))
+            for array, form in zip(arrays, arena.spec.forms(group.layer), strict=True)
+            for suffix, (width, dtype) in zip(
+                [""] if form is None else [".packed", ".scales", ".biases"],
+                columns(array.dim, getattr(mx, arena.spec.dtype_of(array)), form),
                 strict=True,
             )
-        )
-        for layer in group.layers:
-            for name, dim, form in of_rows:
-                parts = [""] if form is None else [".packed", ".scales", ".biases"]
-                for part, (width, dtype) in zip(
-                    parts, columns(dim, arena.dtype, form), strict=True
-                ):
-                    found.append(
-                        Content(
-                            f"layers.{layer}.{name}{part}", dtype, (rows.kv_heads, tokens, width)
-                        )
-                    )
+        ]
+        found += [
+            Content(f"layers.{layer}.{name}", dtype, shape)
+            for layer in group.layers
+            for name, dtype, shape in parts
+        ]
     return found
 
 
@@ -140,7 +135,7 @@ def _is_seen(device: str) -> bool:
 
 
 def _write(target: mx.array, start: int, part: HostArray) -> None:
-    """Put [kv_heads, n, dim] at tokens [start, start + n) of an array of a slab; the view of it
+    """Put [heads, n, dim] at tokens [start, start + n) of an array of a slab; the view of it
     is gone when this returns.
     """
     _in_host_memory(target)[0, :, start : start + part.shape[1]] = part

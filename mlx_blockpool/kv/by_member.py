@@ -130,12 +130,12 @@ class _Writer:
         self.offset = batch.offset
         self.keys = self.values = mx.zeros(1)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
-        self._batch.update_and_fetch(keys, values)
+    def update_and_fetch(self, *rows: mx.array) -> View:
+        self._batch.update_and_fetch(*rows)
         self._passed.left.discard(id(self._batch))
         if not self._passed.left:
             raise _AllWrittenError
-        return keys, values
+        return rows
 
 
 class _Reader:
@@ -148,11 +148,11 @@ class _Reader:
         self.offset = passed.starts[id(batch)][member]
         self.keys = self.values = mx.zeros(1)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
+    def update_and_fetch(self, *_: mx.array) -> View:
         cache = self._cache
         self.offset += self._count
         if not self._is_tentative:
-            return tuple(map(dense, cache.keys_and_values()))
+            return tuple(map(dense, cache.fetch()))
         if isinstance(cache.place.layer, WindowLayer):
             raise NotImplementedError("Windows are not verified member by member.")
         views = cache.sequence.read(cache.place, cache.size_after(self._count))
@@ -170,8 +170,8 @@ class _Dense:
     def offset(self) -> int:
         return self._cache.offset
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
-        return tuple(map(dense, self._cache.update_and_fetch(keys, values)))
+    def update_and_fetch(self, *rows: mx.array) -> View:
+        return tuple(map(dense, self._cache.update_and_fetch(*rows)))
 
 
 def _densely(value: Any) -> Any:

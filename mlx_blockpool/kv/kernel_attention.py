@@ -39,7 +39,7 @@ def kernel_form(spec: ModelCacheSpec, layer: FullLayer, heads: int) -> KernelFor
         layer.value_dim,
         layer.kv_heads,
         heads // layer.kv_heads,
-        *spec.forms(layer),
+        *spec.forms(layer)[:2],
     )
 
 
@@ -87,14 +87,15 @@ class KernelAttention:
     ) -> mx.array:
         """Attention of queries [rows, heads, 1, dim] in the group's layer `index`.
 
-        new: keys and values [rows, kv_heads, 1, dim] of rows that are in no slab yet.
+        new: keys and values [rows, kv_heads, 1, dim], first of all arrays, of rows that are in no
+        slab yet.
         """
         rows, heads, _, dim = queries.shape
         kernel, plan = self._kernels.get(heads) or self._kernel_of(heads)
-        sources = [slab.layers[index] for slab in self._slabs]
+        sources = [slab.attended[index] for slab in self._slabs]
         if self._has_new_rows:
             assert new is not None, "the new rows of a ring were not passed"
-            sources.append(new)
+            sources.append(new[:2])
         out = kernel.attend(plan, queries.reshape(rows, heads, dim), sources, scale, sinks)
         return out.reshape(rows, heads, 1, -1)
 

@@ -179,7 +179,7 @@ def _of_step(
         arena.decode.path = path
         step = plain_step(members) if counts is None else tentative_step(members, counts)
         assert step.path.startswith("kernel") == (path == "kernel"), f"{step.path} != {path}"
-        new = step.write(0, keys, values)
+        new = step.write(0, (keys, values))
         found.append(step.attend(0, queries, new, inputs.scale, inputs.sinks))
         mx.eval(found)
     return _apart(*found)

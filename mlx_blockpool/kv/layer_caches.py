@@ -1,5 +1,5 @@
 """PooledKVCache and PooledRotatingKVCache: stand in for mlx-lm's KVCache and RotatingKVCache, keys
-and values in blocks.
+and values in blocks, and the further arrays that a layer may have.
 
 A layer cache knows its place in the pool and where it is in its sequence. It does not know prefixes
 or requests. Owned by the generation thread.
@@ -8,7 +8,7 @@ or requests. Owned by the generation thread.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
+from ..errors import SpecError
 from ..mlx_lm_compat import saved_as
 from ..spec import Form, WindowLayer
 from .attention import attend_quantised, attend_runs
@@ -38,15 +39,12 @@ from .sequence import SequenceBlocks, join
 from .shards import placeholder_keys, send_now
 from .step import Member
 
-UNQUANTISED = (None, None)
-
 
 class PooledLayer(Member):
     """What all layer caches have in common. Subclasses say where tokens go (write) and how many
     places are read (size).
 
-    forms:         how its blocks hold keys and values, each None where they are as the model
-                   computes them.
+    forms:         how its blocks hold each array; None where it is as the model computes it.
     first_held:    tokens before it are in no block: the state that was assigned lacks them.
     _attended:     what the last tokens attended to, if that is more than is held: layers that share
                    this cache read it in the same pass.
@@ -70,30 +68,55 @@ class PooledLayer(Member):
         sequence.add_layer(copy)
         return copy
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
-        """Append keys and values [1, kv_heads, n, dim]; returns those that these n tokens attend
-        to.
+    def update_and_fetch(self, *rows: mx.array) -> View:
+        """Append rows [1, heads, n, dim] of each of the layer's arrays: keys, values, then others.
+        Returns those that these n tokens attend to.
+
+        Raises SpecError if these are not the arrays of the spec, and ValueError for a batch.
         """
-        if keys.shape[0] != 1:
+        if rows[0].shape[0] != 1:
             raise ValueError(
-                f"A pooled cache holds one sequence and was given a batch of {keys.shape[0]}. "
+                f"A pooled cache holds one sequence and was given a batch of {rows[0].shape[0]}. "
                 "Make one cache for each sequence and merge() them, as batch_generate does."
             )
-        self.write(keys, values)
-        return self.keys_and_values()
+        self.write(*rows)
+        return self.fetch()
 
-    def write(self, keys: mx.array, values: mx.array) -> None:
+    def write(self, *rows: mx.array) -> None:
         """The first half of update_and_fetch(): makes no view of a slab."""
         arena = self.sequence.arena
         if self.layer == arena.first:
-            arena.check_dtype(keys)
-            if keys.shape[2] > 1 or arena.capabilities.synchronous:
+            arena.check_dtype(rows[0])
+            if rows[0].shape[2] > 1 or arena.capabilities.synchronous:
                 # A decode step in flight still reads the slabs; writing now would copy them.
                 mx.synchronize()
-        self._write(keys, values)
+        if self.offset == 0:
+            self._check_arrays(rows)
+        self._write(*rows)
 
-    def _write(self, keys: mx.array, values: mx.array) -> None:
+    def _write(self, *rows: mx.array) -> None:
         raise NotImplementedError
+
+    def _check_arrays(self, rows: View) -> None:
+        """Raises SpecError unless rows are those of the layer's arrays.
+
+        Sequences begin here, the first ones when a model is loaded: mlx would repeat heads and
+        convert types where the spec is wrong.
+        """
+        spec, layer = self.sequence.arena.spec, self.place.layer
+        needed = [(a.heads, a.dim, spec.dtype_of(a)) for a in layer.arrays]
+        found = [(*given.shape[1::2], str(given.dtype).rpartition(".")[2]) for given in rows]
+        # Keys and values of some layers may have another type than those of the first.
+        own = len(needed) - len(layer.more)
+        if [figures[:2] for figures in found] + found[own:] != [
+            figures[:2] for figures in needed
+        ] + needed[own:]:
+            raise SpecError(
+                f"{spec.model_id}, layer cache {self.layer}: the spec has the arrays "
+                f"{', '.join(a.name for a in layer.arrays)} of (heads, dim, dtype) {needed}, and "
+                f"the model's cache writes {found}. Correct the spec, or provide a cache class "
+                "that writes all of these arrays."
+            )
 
     def next_places(self, count: int) -> tuple[int, int]:
         """Where in its table the next tokens go: within [start, end)."""
@@ -122,7 +145,9 @@ class PooledLayer(Member):
         quantised = isinstance(keys, Quantised) or isinstance(values, Quantised)
         if quantised or (queries.shape[2] == 1 and mask is None):
             in_runs = len(self.sequence.slab_runs(self.place.group, self.size())) > 1
-            views: list[View] = self.attended() if in_runs else [(keys, values)]
+            views: list[View] = (
+                [view[:2] for view in self.attended()] if in_runs else [(keys, values)]
+            )
             if quantised:
                 return attend_quantised(queries, views, scale, mask, sinks)
             if in_runs:
@@ -133,15 +158,20 @@ class PooledLayer(Member):
         return out
 
     def views(self) -> list[View]:
-        """Keys and values of each run, in the order in which they are stored."""
+        """The rows of each run, in the order in which they are stored."""
         return self.sequence.read(self.place, self.size())
 
     def attended(self) -> list[View]:
-        """Keys and values that the last tokens attend to, in one piece or several."""
+        """The rows that the last tokens attend to, in one piece or several."""
         return self.views() if self._attended is None else [self._attended]
 
-    def keys_and_values(self) -> View:
+    def fetch(self) -> View:
+        """The rows [1, heads, n, dim] of each array that the last tokens attend to."""
         return join(self.attended())
+
+    def keys_and_values(self) -> View:
+        """The first two of fetch(), for layers that read those of this one."""
+        return join(self.attended())[:2]
 
     @property
     def keys(self) -> Any:
@@ -157,7 +187,7 @@ class PooledLayer(Member):
     @keys.setter
     def keys(self, given: Any) -> None:
         if not _is_model(sys._getframe(1)):
-            self._assign(given, None if self.empty() else join(self.views())[1])
+            self._assign(0, given)
         elif self.sequence.arena.capabilities.is_stage:
             send_now(given)
 
@@ -168,40 +198,49 @@ class PooledLayer(Member):
     @values.setter
     def values(self, given: Any) -> None:
         if not _is_model(sys._getframe(1)):
-            self._assign(None if self.empty() else join(self.views())[0], given)
+            self._assign(1, given)
 
-    def _assign(self, keys: Any, values: Any) -> None:
-        """Write keys and values over those of all tokens that are read.
+    def _assign(self, index: int, given: Any) -> None:
+        """Write the rows of one array over those of all tokens that are read.
 
         Raises ValueError if the cache is empty.
         """
         self._attended = None
-        if keys is None or values is None:
+        if given is None or self.empty():
             raise ValueError(
                 "This pooled cache is empty: keys and values that are assigned one after the "
                 "other have no place in it yet. "
                 "Assign its `state`, or call mlx_blockpool.from_stock()."
             )
-        keys = self._rows(keys)
-        self._write_over(keys, values, min(self.size(), keys.shape[2]))
+        rows = list(join(self.views()))
+        rows[index] = self._rows(given)
+        self._write_over(rows, min(self.size(), rows[0].shape[2]))
 
-    def _write_over(self, keys: Any, values: Any, size: int, start: int = 0) -> None:
-        """Write the first `size` tokens of given keys and values at token `start` of the table.
+    def _write_over(self, rows: Sequence[Any], size: int, start: int = 0) -> None:
+        """Write the first `size` tokens of given rows of each array at token `start` of the table.
 
         Arrays are quantised if the blocks are; words stay as they are. Raises ValueError if they do
         not fit.
         """
-        layer, dtype = self.place.layer, self.sequence.arena.dtype
-        shapes = [(1, layer.kv_heads, size, dim) for dim in (layer.key_dim, layer.value_dim)]
-        rows = [
-            taken(name, self._rows(given), shape, dtype, form)
-            for name, given, shape, form in zip(
-                ("keys", "values"), (keys, values), shapes, self.forms, strict=True
+        spec, arrays = self.sequence.arena.spec, self.place.layer.arrays
+        if len(rows) != len(arrays):
+            raise ValueError(
+                f"This layer takes {', '.join(array.name for array in arrays)}, and was given "
+                f"{len(rows)} arrays."
             )
+        copies = [
+            taken(
+                array.name,
+                self._rows(given),
+                (1, array.heads, size, array.dim),
+                getattr(mx, spec.dtype_of(array)),
+                form,
+            )
+            for array, given, form in zip(arrays, rows, self.forms, strict=True)
         ]
         # A step in flight may read the blocks: writing now would have the slab copied.
         mx.synchronize()
-        self.sequence.write(self.place, start, *rows)
+        self.sequence.write(self.place, start, *copies)
 
     def empty(self) -> bool:
         return self.offset == 0
@@ -251,7 +290,7 @@ class PooledLayer(Member):
             cache.sequence.arena.capabilities.ragged for cache in pooled
         )
         need_one_form(pooled)
-        if not ragged and any(cache.forms != UNQUANTISED for cache in pooled):
+        if not ragged and any(any(cache.forms) for cache in pooled):
             raise ValueError(
                 "A padded batch of mlx-lm's cannot hold quantised keys and values. Attach the "
                 "model, as open_pool() does, and "
@@ -277,14 +316,14 @@ class PooledLayer(Member):
 
     @property
     def state(self) -> Any:
-        """(keys, values, offset, ..) as mlx-lm's class has them; dequantised if that class cannot
-        hold words.
+        """(keys, values, offset, ..) as mlx-lm's class has them, further arrays next to the values;
+        dequantised if that class cannot hold words.
 
         Keys and values in several runs are gathered, and quantised ones dequantised, when they are
         read. Reading a state ends a pass.
         """
         self._attended = None
-        if self.empty() or (len(self.views()) == 1 and self.forms == UNQUANTISED):
+        if self.empty() or (len(self.views()) == 1 and not any(self.forms)):
             return self.held()
         return GatheredState(self.attended(), self._position(), self._saved)
 
@@ -293,16 +332,16 @@ class PooledLayer(Member):
         self._take(*state)
 
     def held(self) -> tuple[Any, ...]:
-        """The state with keys and values as the blocks hold them: another cache of the same
-        forms takes them as they are.
+        """The state with rows as the blocks hold them: another cache of the same forms takes them
+        as they are.
         """
         self._attended = None
         self.sequence.need_blocks()
-        keys, values = (None, None) if self.empty() else self.keys_and_values()
-        return keys, values, *self._position()
+        rows = [None] * len(self.forms) if self.empty() else self.fetch()
+        return *rows, *self._position()
 
     def _position(self) -> tuple[Any, ...]:
-        """What follows keys and values in a state."""
+        """What follows the rows in a state."""
         raise NotImplementedError
 
     def _take(self, *state: Any) -> None:
@@ -335,9 +374,9 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
     _stock = KVCache
     _stock_batch = BatchKVCache
 
-    def _write(self, keys: mx.array, values: mx.array) -> None:
-        self.sequence.write(self.place, self.offset, keys, values)
-        self.offset += keys.shape[2]
+    def _write(self, *rows: mx.array) -> None:
+        self.sequence.write(self.place, self.offset, *rows)
+        self.offset += rows[0].shape[2]
 
     def next_place(self) -> int:
         return self.offset
@@ -352,9 +391,9 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
         return (self.offset,)
 
     def _take(self, *state: Any) -> None:
-        keys, values, offset = state
+        *rows, offset = state
         if offset:
-            self._write_over(keys, values, offset)
+            self._write_over(rows, offset)
         self.offset = offset
         self.sequence.cut(self.place.group, self.size())
 
@@ -388,12 +427,12 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     def size(self) -> int:
         return min(self.offset, self.max_size)
 
-    def _write(self, keys: mx.array, values: mx.array) -> None:
+    def _write(self, *rows: mx.array) -> None:
         self._attended = None
-        if keys.shape[2] == 1:
-            self._write_one(keys, values)
+        if rows[0].shape[2] == 1:
+            self._write_one(rows)
         else:
-            self._write_many(keys, values)
+            self._write_many(rows)
 
     def next_place(self) -> int:
         if self.offset < self.max_size:
@@ -414,24 +453,24 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
             self._idx = self.next_place() + 1
             self.offset += 1
 
-    def _write_one(self, keys: mx.array, values: mx.array) -> None:
-        self.sequence.write(self.place, self.next_place(), keys, values)
+    def _write_one(self, rows: View) -> None:
+        self.sequence.write(self.place, self.next_place(), *rows)
         self.advance(1)
 
-    def _write_many(self, keys: mx.array, values: mx.array) -> None:
+    def _write_many(self, rows: View) -> None:
         """Each of several tokens sees max_size tokens: beyond the wrap they attend to more than
         the ring keeps.
         """
-        before, count = self.size(), keys.shape[2]
+        before, count = self.size(), rows[0].shape[2]
         self.offset += count
         if self.offset <= self.max_size:
-            self.sequence.write(self.place, before, keys, values)
+            self.sequence.write(self.place, before, *rows)
             self._idx = self.offset
             return
         # What goes back into the ring is moved as it is: quantised again, words would be others.
-        new = in_form(keys, self.forms[0]), in_form(values, self.forms[1])
+        new = tuple(map(in_form, rows, self.forms))
         self._attended = self._after(before, new) if before else new
-        last = [self._last_tokens(rows, self.max_size) for rows in self._attended]
+        last = [self._last_tokens(kept, self.max_size) for kept in self._attended]
         self.sequence.write(self.place, 0, *last)
         self._idx = self.max_size
 
@@ -443,8 +482,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         ]
         # Evaluated now: a lazy copy would be a reader of the slab while the ring is written.
         mx.eval(old)
-        keys, values = (joined(list(pair), 2) for pair in zip(old, new, strict=True))
-        return keys, values
+        return tuple(joined(pair, 2) for pair in zip(old, new, strict=True))
 
     def _last_tokens(self, rows: Rows, count: int) -> Rows:
         """The first `keep` and the last of a stretch in temporal order, `count` in all; a copy
@@ -459,7 +497,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         return self.offset, self.keep, self.max_size, self._idx
 
     def _take(self, *state: Any) -> None:
-        keys, values, offset, keep, max_size, index = state
+        *rows, offset, keep, max_size, index = state
         if (keep, max_size) != (self.keep, self.max_size):
             raise ValueError(
                 f"This is the state of a window of {max_size} tokens that keeps {keep}; the "
@@ -467,11 +505,10 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
                 f"tokens and keep {self.keep}."
             )
         if offset:
-            keys, values = (
-                self._last_tokens(tokens(self._rows(given), 0, offset), max_size)
-                for given in (keys, values)
-            )
-            self._write_over(keys, values, min(offset, max_size))
+            last = [
+                self._last_tokens(tokens(self._rows(given), 0, offset), max_size) for given in rows
+            ]
+            self._write_over(last, min(offset, max_size))
         self._attended = None
         self.offset, self._idx = offset, min(index, max_size)
         self.sequence.cut(self.place.group, self.size())
@@ -495,7 +532,7 @@ def _is_model(caller: FrameType) -> bool:
 
 
 class GatheredState:
-    """(keys, values, *rest) of a layer, which `saved` makes of its rows when they are read: one
+    """(keys, values, .., *rest) of a layer, which `saved` makes of its rows when they are read: one
     array of several runs.
 
     To isinstance() it is a tuple, so that mlx.utils and mlx-lm look into it. mx.eval() does not,
@@ -515,7 +552,7 @@ class GatheredState:
         return tuple
 
     def __len__(self) -> int:
-        return 2 + len(self._rest)
+        return len(self._views[0]) + len(self._rest)
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self)[index]
@@ -530,7 +567,7 @@ class GatheredState:
 def taken(
     name: str, given: Any, shape: tuple[int, int, int, int], dtype: mx.Dtype, form: Form | None
 ) -> Rows:
-    """Copies of the first tokens of given keys or values, rows of `shape`: an array, or words of
+    """Copies of the first tokens of given rows of one array, of `shape`: an array, or words of
     `form`.
 
     What is given may be a view of the blocks, and a slab with another reader would be copied.

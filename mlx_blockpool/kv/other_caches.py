@@ -56,9 +56,9 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
         return self.offset, self.chunk_size, self.start_position
 
     def _take(self, *state: Any) -> None:
-        keys, values, offset, chunk_size, start = state
+        *rows, offset, chunk_size, start = state
         if offset:
-            self._write_over(keys, values, offset - start, start)
+            self._write_over(rows, offset - start, start)
         self.offset, self.chunk_size, self.start_position = offset, chunk_size, start
         self.first_held = start
         self.sequence.cut(self.place.group, self.size())

@@ -77,8 +77,9 @@ def _pooled(sequence: SequenceBlocks, layer: LayerSpec, leaves: Iterator[int]) -
         return PooledChunkedKVCache(sequence, leaf)
     if isinstance(layer, WindowLayer):
         return PooledRotatingKVCache(sequence, leaf)
-    keys, values = sequence.arena.spec.forms(layer)
-    return (PooledKVCache if keys is None or keys != values else PooledQuantizedKVCache)(
+    keys, *others = sequence.arena.spec.forms(layer)
+    # mlx-lm's class has keys and values alone, both in one form.
+    return (PooledQuantizedKVCache if keys is not None and others == [keys] else PooledKVCache)(
         sequence, leaf
     )
 

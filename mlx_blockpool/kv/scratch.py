@@ -26,9 +26,10 @@ from .shards import without_collectives
 def scratch_arena(
     arena: KVArena, layer: FullLayer, layers: int, blocks: int, slab_blocks: int, has_kernel: bool
 ) -> KVArena:
-    """A pool of `blocks` for `layers` layers like `layer`, whose steps run as in `arena`, by the
-    kernel too if `has_kernel`.
+    """A pool of `blocks` for `layers` layers like `layer`, with keys and values alone, whose steps
+    run as in `arena`, by the kernel too if `has_kernel`.
     """
+    layer = replace(layer, more=())
     spec = ModelCacheSpec(
         arena.spec.model_id, (layer,) * layers, arena.spec.dtype, bits=arena.spec.bits
     )

@@ -1,53 +1,49 @@
 """A slab: the arrays that hold neighbouring blocks of one layer group, and writing and reading in
 them.
 
-A layer has several arrays with a row for each token: keys and values. All are written and read
-alike. Knows positions in its arrays, no ids of blocks and no sequences. Owned by the generation
-thread. No view of a slab may outlive the step that made it: a write would copy the whole slab
-instead of changing it in place.
+A layer has several arrays with a row for each token: keys, values, and others if it has more. All
+are written and read alike. Knows positions in its arrays, no ids of blocks and no sequences. Owned
+by the generation thread. No view of a slab may outlive the step that made it: a write would copy
+the whole slab instead of changing it in place.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from ..spec import BLOCK_TOKENS, Form, FullLayer
+from ..spec import BLOCK_TOKENS, LayerGroup, ModelCacheSpec
 from .quantised import Rows, View, arrays_of, as_rows, columns, each, in_form, part_of, put
 
 
 class Slab:
-    """The arrays of each layer of one group: [1, kv_heads, blocks * 256, ..], one for keys and for
-    values, or three if quantised.
+    """The arrays of each layer of one group, in the order of layer.arrays: [1, heads, blocks * 256,
+    ..] each, or three if quantised.
 
-    layers: the rows of each layer. forms: how each array of a layer is quantised; None for one in
-    the model's dtype.
+    layers: the rows of each layer. attended: its keys and values, which attention reads. forms: how
+    each array of a layer is quantised; None for one that is as the model computes it.
     """
 
-    def __init__(
-        self,
-        layer: FullLayer,
-        layers: int,
-        blocks: int,
-        dtype: mx.Dtype,
-        forms: tuple[Form | None, ...] = (None, None),
-    ) -> None:
-        shape = (1, layer.kv_heads, blocks * BLOCK_TOKENS)
-        dims = layer.key_dim, layer.value_dim
+    def __init__(self, spec: ModelCacheSpec, group: LayerGroup, blocks: int) -> None:
         self.blocks = blocks
-        self.forms = forms
+        self.forms = spec.forms(group.layer)
         self.layers: list[View] = [
             tuple(
                 as_rows(
-                    [mx.zeros((*shape, width), of) for width, of in columns(dim, dtype, form)], form
+                    [
+                        mx.zeros((1, array.heads, blocks * BLOCK_TOKENS, width), of)
+                        for width, of in columns(array.dim, getattr(mx, spec.dtype_of(array)), form)
+                    ],
+                    form,
                 )
-                for dim, form in zip(dims, forms, strict=True)
+                for array, form in zip(group.layer.arrays, self.forms, strict=True)
             )
-            for _ in range(layers)
+            for _ in group.layers
         ]
+        self.attended = [rows[:2] for rows in self.layers]
         mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, layer by layer: those of its keys, then those of its values."""
+        """All arrays, layer by layer."""
         return [array for view in self.layers for rows in view for array in arrays_of(rows)]
 
     def as_written(self, *rows: Rows) -> View:
@@ -55,8 +51,8 @@ class Slab:
         return tuple(map(in_form, rows, self.forms))
 
     def write(self, index: int, start: int, *rows: Rows) -> None:
-        """Put rows [1, kv_heads, n, dim] of the group's layer `index` at tokens [start, start +
-        n).
+        """Put rows [1, heads, n, dim] of each array of the group's layer `index` at tokens [start,
+        start + n).
         """
         count = rows[0].shape[2]
         if count == self.blocks * BLOCK_TOKENS:
@@ -67,7 +63,8 @@ class Slab:
             put(held, where, given)
 
     def scatter(self, index: int, places: mx.array, *rows: Rows) -> None:
-        """Put rows [1, kv_heads, n, dim] of the group's layer `index` at the tokens `places` [n].
+        """Put rows [1, heads, n, dim] of each array of the group's layer `index` at the tokens
+        `places` [n].
 
         One scatter in place for each array, where n writes would be n operations.
         """
@@ -75,14 +72,17 @@ class Slab:
         for held, given in zip(self.layers[index], rows, strict=True):
             put(held, where, given)
 
-    def read(
-        self, index: int, start: int, count: int, first: int = 0, last: int | None = None
-    ) -> View:
-        """Views of tokens [start, start + count) and heads [first, last) of the group's layer
-        `index`.
+    def read(self, index: int, start: int, count: int) -> View:
+        """Views of tokens [start, start + count) of each array of the group's layer `index`."""
+        where = (slice(None), slice(None), slice(start, start + count))
+        return tuple([part_of(rows, where) for rows in self.layers[index]])
+
+    def read_attended(self, index: int, start: int, count: int, first: int, last: int) -> View:
+        """Views of tokens [start, start + count) and heads [first, last) of the keys and values of
+        the group's layer `index`.
         """
         where = (slice(None), slice(first, last), slice(start, start + count))
-        return tuple([part_of(rows, where) for rows in self.layers[index]])
+        return tuple([part_of(rows, where) for rows in self.attended[index]])
 
 
 # (slab, first token in it, tokens): a stretch of a sequence that lies in one piece.

@@ -45,7 +45,7 @@ class Member(SequenceCache):
 
     place: Place
     offset: int
-    forms: tuple[Form | None, Form | None]
+    forms: tuple[Form | None, ...]
 
     def size(self) -> int:
         """Places of its table that are read."""
@@ -264,22 +264,18 @@ class Step:
             self._offsets = mx.array([start + j for start, count in starts for j in range(count)])
         return self._offsets
 
-    def write(self, index: int, keys: mx.array, values: mx.array) -> View | None:
-        """Put keys and values [rows, kv_heads, 1, dim] of the group's layer `index` where they
-        belong.
+    def write(self, index: int, new: View) -> View | None:
+        """Put `new` rows [rows, heads, 1, dim] of each array of the group's layer `index` where
+        they belong.
 
         Returns them, as the slabs hold them, if they are read from there.
         """
         # One target quantises what it puts. For several they are quantised once.
-        _put(
-            self._targets,
-            index,
-            (keys, values) if len(self._targets) == 1 else self._as_held(keys, values),
-        )
+        _put(self._targets, index, new if len(self._targets) == 1 else self._as_held(new))
         return None
 
-    def _as_held(self, keys: mx.array, values: mx.array) -> View:
-        return tuple(map(in_form, (keys, values), self._forms))
+    def _as_held(self, new: View) -> View:
+        return tuple(map(in_form, new, self._forms))
 
     def attend(
         self, index: int, queries: mx.array, new: View | None, scale: float, sinks: mx.array | None
@@ -311,7 +307,7 @@ class Step:
         mine, heads = grouped[share.queries], slice(first, last)
         sinks = None if sinks is None else sinks[heads]
         tails = [
-            [slab.read(index, start, count, first, last) for slab, start, count in runs]
+            [slab.read_attended(index, start, count, first, last) for slab, start, count in runs]
             for runs in own
         ]
         if new is not None:
@@ -329,14 +325,16 @@ class Step:
         masks = [self._mask_of(i, mine.shape[2]) for i in members] if self.is_tentative else None
         if mine.shape[0] == 1:
             return attend_grouped(mine, tails[0], sinks, None if masks is None else masks[0])
-        together = [slab.read(index, start, count, first, last) for slab, start, count in shared]
+        together = [
+            slab.read_attended(index, start, count, first, last) for slab, start, count in shared
+        ]
         return attend_cluster(
             mine, together, tails, sinks, [self.counts[i] for i in members], masks
         )
 
     def _new_rows(self, member: int, new: View, heads: slice) -> View:
         where = (self._rows[member], heads)
-        return tuple([_as_tokens(part_of(rows, where)) for rows in new])
+        return tuple([_as_tokens(part_of(rows, where)) for rows in new[:2]])
 
     def _size_of(self, member: Member, count: int) -> int:
         """Tokens of its table that a member reads."""
@@ -405,8 +403,8 @@ class WindowStep(Step):
     # The counts that were kept in another layer of the group, and where their rows go.
     _kept: tuple[list[int], list[Target]] = ([], [])
 
-    def write(self, index: int, keys: mx.array, values: mx.array) -> View | None:
-        return self._as_held(keys, values)
+    def write(self, index: int, new: View) -> View | None:
+        return self._as_held(new)
 
     def commit(self, members: Sequence[Member], new: View | None, kept: Sequence[int]) -> None:
         if any(kept):
@@ -486,9 +484,7 @@ def _index_of(rows: list[int], num_rows: int) -> tuple[slice | mx.array] | None:
 
 
 def _put(targets: list[Target], index: int, new: View) -> None:
-    """Put rows [rows, kv_heads, 1, dim] of keys and values where they go in the group's layer
-    `index`.
-    """
+    """Put rows [rows, heads, 1, dim] of each array where they go in the group's layer `index`."""
     for slab, rows, start, places in targets:
         view = new if rows is None else tuple([part_of(given, rows) for given in new])
         if view[0].shape[0] > 1:
@@ -500,7 +496,7 @@ def _put(targets: list[Target], index: int, new: View) -> None:
 
 
 def _as_tokens(rows: Rows) -> Rows:
-    """Rows [n, kv_heads, 1, dim] as the tokens of one sequence, [1, kv_heads, n, dim]."""
+    """Rows [n, heads, 1, dim] as the tokens of one sequence, [1, heads, n, dim]."""
     return (
         rows.swapaxes(0, 2)
         if isinstance(rows, mx.array)

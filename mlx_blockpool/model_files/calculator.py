@@ -19,6 +19,7 @@ from ..spec import (
     LayerSpec,
     ModelCacheSpec,
     StateLayer,
+    figures_of,
     leaves_of,
 )
 
@@ -250,4 +251,4 @@ def _layer_dict(layer: LayerSpec) -> dict[str, Any]:
             "kind": layer.kind,
             "arrays": [{"shape": list(shape), "dtype": dtype} for shape, dtype in layer.arrays],
         }
-    return {"kind": layer.kind, **vars(layer)}
+    return {"kind": layer.kind, **figures_of(layer)}

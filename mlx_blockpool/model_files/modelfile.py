@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..errors import (
 )
 from ..formatting import line_of
 from ..plugins import spec_from_config
-from ..spec import FullLayer, ModelCacheSpec, leaves_of
+from ..spec import FullLayer, ModelCacheSpec, figures_of, leaves_of
 from .calculator import Weights
 from .check import MAX_INDEX_BYTES, WEIGHTS, check_layers, read_config, read_json
 
@@ -237,7 +237,9 @@ def _checked(spec: ModelCacheSpec) -> ModelCacheSpec:
     """The spec. Raises SpecError if its sizes are invalid: providers copy them from config.json."""
     for index, layer in enumerate(spec.layers):
         for leaf in leaves_of(layer):
-            figures = asdict(leaf) if isinstance(leaf, FullLayer) else {}
+            figures = figures_of(leaf) if isinstance(leaf, FullLayer) else {}
+            # TokenArrays have checked their own.
+            figures.pop("more", None)
             positive = figures.get("max_size", 1), figures.get("chunk_size", 1)
             if not all(type(n) is int and n >= 0 for n in figures.values()) or 0 in positive:
                 raise SpecError(

@@ -13,12 +13,26 @@ from mlx_blockpool.kv import block_bytes as contents_module
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.block_bytes import as_bytes, contents, copy_in, copy_out
 from mlx_blockpool.kv.quantised import Quantised, Rows
-from mlx_blockpool.spec import BLOCK_TOKENS, Form, FullLayer, ModelCacheSpec
+from mlx_blockpool.spec import BLOCK_TOKENS, Form, FullLayer, ModelCacheSpec, TokenArray
 
 DTYPES = ["float32", "float16", "bfloat16"]
-# Two groups: different heads, and keys that are wider than values.
-LAYERS = (FullLayer(2, 64, 64), FullLayer(1, 96, 32), FullLayer(2, 64, 64))
+# An array that stays as it is and one that may be quantised, in other types than the model's.
+MORE = (
+    TokenArray("index", 3, 32, "float16", quantisable=False),
+    TokenArray("wide", 2, 64, "float32"),
+    TokenArray("flags", 1, 5, "uint8"),
+)
+# Three groups: different heads, keys that are wider than values, none of both, and others.
+LAYERS = (
+    FullLayer(2, 64, 64),
+    FullLayer(1, 96, 32),
+    FullLayer(2, 64, 64),
+    FullLayer(1, 64, 0, more=MORE),
+    FullLayer(0, 0, 0, more=MORE[:2]),
+)
 # As the model computes, in one form, and in several: groups of 64 and 32, values of 4 bits.
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+MLX_UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 KV = [None, KVBits(8, 8), KVBits(8, 4), KVBits(None, 4, 32)]
 
 
@@ -52,38 +66,33 @@ def fill(slabs: KVArena, places: list[tuple[int, int]], seed: int) -> list[np.nd
     found = []
 
     def some(heads: int, width: int, dtype: mx.Dtype) -> mx.array:
-        unsigned = np.uint32 if dtype.size == 4 else np.uint16
+        unsigned = UNSIGNED[dtype.size]
         bits = rng.integers(
             0, np.iinfo(unsigned).max, (heads, BLOCK_TOKENS, width), dtype=unsigned, endpoint=True
         )
         found.append(bits)
         return mx.array(bits).view(dtype)[None]
 
-    def rows(heads: int, dim: int, form: Form | None) -> Rows:
+    def rows(array: TokenArray, form: Form | None) -> Rows:
+        heads, dim, dtype = array.heads, array.dim, getattr(mx, slabs.spec.dtype_of(array))
         if form is None:
-            return some(heads, dim, slabs.dtype)
+            return some(heads, dim, dtype)
         packed = some(heads, dim * form.bits // 32, mx.uint32)
         return Quantised(
-            packed, *(some(heads, dim // form.group_size, slabs.dtype) for _ in range(2)), form
+            packed, *(some(heads, dim // form.group_size, dtype) for _ in range(2)), form
         )
 
     for group, block in places:
         layer = slabs.spec.groups[group].layer
-        keys, values = slabs.spec.forms(layer)
         slab, start = slabs.locate(group, block)
         for index in range(len(slab.layers)):
-            slab.write(
-                index,
-                start,
-                rows(layer.kv_heads, layer.key_dim, keys),
-                rows(layer.kv_heads, layer.value_dim, values),
-            )
+            slab.write(index, start, *map(rows, layer.arrays, slabs.spec.forms(layer)))
         mx.eval(slab.arrays())
     return found
 
 
 def bits_of(arrays: list[mx.array]) -> list[Any]:
-    return [np.array(a.view(mx.uint32 if a.itemsize == 4 else mx.uint16)) for a in arrays]
+    return [np.array(a.view(MLX_UNSIGNED[a.itemsize])) for a in arrays]
 
 
 def given(slabs: KVArena, copies: list[mx.array], tokens: int = BLOCK_TOKENS) -> list[Any]:
@@ -101,7 +110,9 @@ def writes_in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 def addresses(slabs: KVArena) -> list[int]:
-    return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
+    # An array without numbers has no address.
+    arrays = (array for array in slabs.arrays() if array.size)
+    return [np.asarray(memoryview(array.view(mx.uint8))).ctypes.data for array in arrays]
 
 
 def assert_equal(expected: list[Any], found: list[Any]) -> None:
@@ -178,7 +189,7 @@ def test_what_was_copied_in_may_change_at_once() -> None:
     _, (first, second) = take(slabs)
     mx.random.seed(1)
     wanted = contents(slabs, slabs.full_groups, BLOCK_TOKENS)
-    before = [mx.random.normal(c.shape) for c in wanted]
+    before = [(9 * mx.random.uniform(shape=c.shape)).astype(c.dtype) for c in wanted]
     mx.eval(before)
     copy_in(slabs, first, 0, given(slabs, before))
     arrays = [array.copy() for array in given(slabs, copy_out(slabs, first, 0, BLOCK_TOKENS))]
@@ -203,18 +214,11 @@ def test_a_step_in_flight_reads_what_was_there() -> None:
     read = mx.sum(mx.abs(mx.nan_to_num(keys) > 0)) + 0 * big[0, 0].astype(mx.int32)
     mx.async_eval(read)
     del big
-    copy_in(
-        slabs,
-        second,
-        0,
-        [
-            np.full(c.shape, -1, np.float32)
-            for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)
-        ],
-    )
+    other = [mx.full(c.shape, 7, c.dtype) for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)]
+    copy_in(slabs, second, 0, given(slabs, other))
     assert read.item() == expected
     assert addresses(slabs) == before
-    assert slab.layers[0][0][0, 0, start, 0].item() != -1
+    assert slab.layers[0][0][0, 0, start, 0].item() != 7
 
 
 @pytest.mark.usefixtures("writes_in_place")
@@ -234,18 +238,33 @@ def test_no_slab_moves(kv: KVBits | None) -> None:
 
 def test_names_say_which_layer_it_is() -> None:
     slabs = make_slabs()
-    names = [c.name for c in contents(slabs, slabs.full_groups, 5)]
-    assert names == [f"layers.{layer}.{what}" for layer in (0, 2, 1) for what in ("keys", "values")]
-    assert [c.shape for c in contents(slabs, slabs.full_groups, 5)][-2:] == [(1, 5, 96), (1, 5, 32)]
+    found = contents(slabs, slabs.full_groups, 5)
+    more = [["keys", "values", "index", "wide", "flags"], ["index", "wide"]]
+    assert [c.name for c in found] == [
+        f"layers.{layer}.{name}"
+        for layer, names in zip((0, 2, 1, 3, 4), [["keys", "values"]] * 3 + more, strict=True)
+        for name in names
+    ]
+    assert [c.shape for c in found[4:]] == [
+        *((1, 5, 96), (1, 5, 32)),
+        *((1, 5, 64), (1, 5, 0), (3, 5, 32), (2, 5, 64), (1, 5, 5)),
+        *((3, 5, 32), (2, 5, 64)),
+    ]
 
 
 def test_names_and_shapes_of_quantised_blocks_are_those_of_their_arrays() -> None:
-    found = contents(make_slabs("float16", (FullLayer(2, 64, 80),), kv=KVBits(8, 4)), [0], 5)
+    layer = FullLayer(2, 64, 80, more=MORE)
+    found = contents(make_slabs("float16", (layer,), kv=KVBits(8, 4)), [0], 5)
     assert [(c.name.removeprefix("layers.0."), c.safetensors_dtype, c.shape) for c in found] == [
         ("keys.packed", "U32", (2, 5, 16)),
         ("keys.scales", "F16", (2, 5, 1)),
         ("keys.biases", "F16", (2, 5, 1)),
         ("values", "F16", (2, 5, 80)),
+        ("index", "F16", (3, 5, 32)),
+        ("wide.packed", "U32", (2, 5, 16)),
+        ("wide.scales", "F32", (2, 5, 1)),
+        ("wide.biases", "F32", (2, 5, 1)),
+        ("flags", "U8", (1, 5, 5)),
     ]
 
 
@@ -253,7 +272,7 @@ def test_names_and_shapes_of_quantised_blocks_are_those_of_their_arrays() -> Non
     ("dtype", "name"), [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")]
 )
 def test_dtypes_have_the_names_of_the_safetensors_format(dtype: str, name: str) -> None:
-    slabs = make_slabs(dtype)
+    slabs = make_slabs(dtype, LAYERS[:2])
     assert {c.safetensors_dtype for c in contents(slabs, slabs.full_groups, 5)} == {name}
 
 

@@ -12,12 +12,29 @@ import pytest
 
 from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.quantised import Rows, arrays_of, dense, in_form, joined, tokens
+from mlx_blockpool.kv.quantised import View, arrays_of, dense, in_form, joined, tokens
 from mlx_blockpool.kv.sequence import SequenceBlocks, join
-from mlx_blockpool.spec import BLOCK_TOKENS, Form, FullLayer, ModelCacheSpec, WindowLayer
+from mlx_blockpool.spec import (
+    BLOCK_TOKENS,
+    Form,
+    FullLayer,
+    ModelCacheSpec,
+    TokenArray,
+    WindowLayer,
+)
 
-# Keys in groups of 64, values of 96 in groups of 32.
-LAYER = FullLayer(2, 128, 96)
+# Keys in groups of 64, values of 96 in groups of 32, and arrays of other heads and types, one of
+# which must stay as it is.
+LAYER = FullLayer(
+    2,
+    128,
+    96,
+    more=(
+        TokenArray("index", 3, 32, "float32", quantisable=False),
+        TokenArray("flags", 1, 5, "uint8"),
+        TokenArray("wide", 3, 64, "float32"),
+    ),
+)
 SPEC = ModelCacheSpec("test", (LAYER, LAYER, WindowLayer(2, 64, 80, 300)), "bfloat16")
 ALL_BITS = [KVBits(8, 8), KVBits(4, 4), KVBits(8, 4), KVBits(None, 8)]
 
@@ -29,25 +46,21 @@ def make_arena(bits: KVBits | None, blocks: int = 8, **config: Any) -> KVArena:
     )
 
 
-def random(arena: KVArena, count: int, seed: int, group: int = 0) -> tuple[mx.array, mx.array]:
-    """Keys and values of a chunk; heads and tokens swapped, as models write them."""
-    layer = arena.spec.groups[group].layer
-    made = (
-        mx.random.normal((1, count, layer.kv_heads, dim), key=mx.random.key(2 * seed + i))
-        .astype(arena.dtype)
+def random(arena: KVArena, count: int, seed: int, group: int = 0) -> tuple[mx.array, ...]:
+    """Rows of a chunk; heads and tokens swapped, as models write them."""
+    return tuple(
+        (50 * mx.random.uniform(shape=(1, count, a.heads, a.dim), key=mx.random.key(9 * seed + i)))
+        .astype(getattr(mx, arena.spec.dtype_of(a)))
         .swapaxes(1, 2)
-        for i, dim in enumerate((layer.key_dim, layer.value_dim))
+        for i, a in enumerate(arena.spec.groups[group].layer.arrays)
     )
-    keys, values = made
-    return keys, values
 
 
-def quantised(arena: KVArena, rows: tuple[mx.array, mx.array], group: int = 0) -> tuple[Rows, Rows]:
-    keys, values = map(in_form, rows, arena.spec.forms(arena.spec.groups[group].layer))
-    return keys, values
+def quantised(arena: KVArena, rows: View, group: int = 0) -> View:
+    return tuple(map(in_form, rows, arena.spec.forms(arena.spec.groups[group].layer)))
 
 
-def same(found: tuple[Rows, Rows], expected: tuple[Rows, Rows]) -> bool:
+def same(found: View, expected: View) -> bool:
     pairs = [
         pair
         for a, b in zip(found, expected, strict=True)
@@ -114,7 +127,7 @@ def test_a_chunk_over_several_runs_is_read_back_word_for_word(bits: KVBits) -> N
     assert same(join(views), quantised(arena, rows))
     assert same(
         join(sequence.read(place, 300)),
-        quantised(arena, (rows[0][:, :, :300], rows[1][:, :, :300])),
+        quantised(arena, tuple(array[:, :, :300] for array in rows)),
     )
 
 
@@ -122,12 +135,13 @@ def test_rows_are_quantised_once_and_words_never(count_quantised: list[int]) -> 
     arena = make_arena(KVBits())
     sequence, place = in_pieces(arena), arena.places[0]
     sequence.write(place, 0, *random(arena, 700, 1))
-    assert count_quantised == [700, 700]
+    # Keys, values and the last array.
+    assert count_quantised == [700] * 3
     words = join(sequence.read(place, 700))
     sequence.write(place, 256, *(tokens(rows, 0, 400) for rows in words))
     fork = sequence.fork()
     fork.write(place, 699, *random(arena, 1, 2))
-    assert count_quantised == [700, 700, 1, 1]
+    assert count_quantised == [700] * 3 + [1] * 3
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
@@ -145,9 +159,9 @@ def test_one_token_of_each_sequence_is_put_in_its_place(bits: KVBits) -> None:
     ]
     mx.eval(expected)
     del before
-    stacked = tuple(mx.concatenate([rows[1][i], rows[2][i]], axis=2) for i in (0, 1))
+    stacked = tuple(mx.concatenate(pair, axis=2) for pair in zip(*rows[1:], strict=True))
     slab.scatter(0, mx.array([7, 20]), *stacked)
-    assert same(slab.read(0, 0, 256), (expected[0], expected[1]))
+    assert same(slab.read(0, 0, 256), tuple(expected))
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
@@ -165,8 +179,8 @@ def test_a_fork_that_is_written_has_a_copy_with_the_same_words(bits: KVBits) -> 
         old = quantised(arena, random(arena, 300, layer, place.group), place.group)
         new = quantised(arena, random(arena, 1, 100 + layer, place.group), place.group)
         assert same(join(sequence.read(place, 300)), old)
-        keys, values = (joined([tokens(a, 0, 299), b], 2) for a, b in zip(old, new, strict=True))
-        assert same(join(fork.read(place, 300)), (keys, values))
+        changed = tuple(joined([tokens(a, 0, 299), b], 2) for a, b in zip(old, new, strict=True))
+        assert same(join(fork.read(place, 300)), changed)
 
 
 @pytest.mark.parametrize("bits", [None, KVBits()], ids=str)
@@ -215,12 +229,14 @@ def test_no_array_moves_in_a_thousand_mixed_writes() -> None:
     assert addresses(arena) == before
 
 
-def test_a_form_is_that_of_its_half() -> None:
+def test_a_form_is_that_of_its_array() -> None:
     arena = make_arena(KVBits(8, None))
     SequenceBlocks(arena).write(arena.places[0], 0, *random(arena, 1, 1))
     slab, _ = arena.locate(0, 0)
-    assert slab.forms == (Form(8, 64), None)
-    keys, values = slab.read(1, 10, 20, 1, 2)
+    assert slab.forms == (Form(8, 64), None, None, None, Form(8, 64))
+    dtypes = [mx.bfloat16, mx.bfloat16, mx.float32, mx.uint8, mx.float32]
+    assert [rows.dtype for rows in slab.read(1, 10, 20)] == dtypes
+    keys, values = slab.read_attended(1, 10, 20, 1, 2)
     assert (keys.shape, values.shape) == ((1, 1, 20, 128), (1, 1, 20, 96))
     assert isinstance(values, mx.array)
     assert dense(keys).dtype == values.dtype == mx.bfloat16
