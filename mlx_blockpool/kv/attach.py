@@ -1,16 +1,18 @@
 """Lets a model's own attention read blocks where they lie.
 
 bind() gives each attention submodule of one model instance a derived class whose __call__ is one of
-three: what a plugin's adapter computes; mlx-lm's code with `scaled_dot_product_attention` bound to
-ours, which lets the cache attend; or mlx-lm's code for one member of a batch after another.
+three: what a plugin's adapter computes; its own code with `scaled_dot_product_attention` bound to
+ours, which lets the cache attend; or its own code for one member of a batch after another.
 mlx-lm's modules and classes stay as they are. Whether the model computes the same that way is found
 out by probe.py.
 """
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,6 +27,7 @@ from .by_member import attend_by_member
 from .quantised import Quantised
 
 NAME = "scaled_dot_product_attention"
+PARAMETERS = list(inspect.signature(base.scaled_dot_product_attention).parameters)
 # How modules attend that call mlx-lm's function.
 PLAIN = "plain"
 
@@ -40,8 +43,12 @@ def scaled_dot_product_attention(
     scale: float,
     mask: Any,
     sinks: Any = None,
+    *,
+    own: Callable[..., mx.array] = base.scaled_dot_product_attention,
 ) -> mx.array:
-    """mlx-lm's signature; a pooled cache attends itself."""
+    """mlx-lm's signature; a pooled cache attends itself. own: the function that the module calls,
+    for other caches.
+    """
     if isinstance(keys, PooledBatchCache):
         # A layer without a cache attends to what another layer's returned.
         cache = keys
@@ -51,10 +58,7 @@ def scaled_dot_product_attention(
     if isinstance(keys, Quantised) or isinstance(values, Quantised):
         # What another layer's pooled cache returned.
         return attend_quantised(queries, [(keys, values)], scale, mask, sinks)
-    out: mx.array = base.scaled_dot_product_attention(
-        queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks
-    )
-    return out
+    return own(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
 
 def bind(model: Any, adapters: Sequence[AttentionAdapter] = (), *, by_member: bool = False) -> int:
@@ -93,7 +97,9 @@ def _derived(cls: type, attend: Any) -> type:
     found = _classes.get((cls, attend))
     if found is None:
         if attend == PLAIN:
-            call = rebind(cls.__call__, **{NAME: scaled_dot_product_attention})
+            function: Any = cls.__call__
+            ours = partial(scaled_dot_product_attention, own=function.__globals__[NAME])
+            call = rebind(function, **{NAME: ours})
         else:
             own: Any = cls.__call__
 
@@ -157,9 +163,14 @@ def is_attached(model: Any) -> bool:
 
 
 def _calls_attention(cls: type) -> bool:
+    """Return whether modules call mlx-lm's function, or one of another package that takes the same
+    (mlx-vlm has a copy).
+    """
     call = cls.__call__
+    if not isinstance(call, types.FunctionType) or NAME not in call.__code__.co_names:
+        return False
+    found = call.__globals__.get(NAME)
     return (
-        isinstance(call, types.FunctionType)
-        and NAME in call.__code__.co_names
-        and call.__globals__.get(NAME) is getattr(base, NAME)
+        isinstance(found, types.FunctionType)
+        and list(inspect.signature(found).parameters) == PARAMETERS
     )

@@ -5,6 +5,7 @@ stock's.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -30,9 +31,11 @@ from mlx_blockpool.kv.capabilities import Capabilities
 from mlx_blockpool.kv.probe import copies_slabs
 from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache, member_of, pooled_caches
 from mlx_blockpool.kv.rounded_caches import rounded
+from mlx_blockpool.mlx_lm_compat import rebind
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from mlx_blockpool.testing import tiny_model
 
+TOKENS = mx.array([[3, 1, 4, 1, 5]])
 RAGGED = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 
 
@@ -53,16 +56,48 @@ def test_attach_touches_one_instance_and_detach_restores_it() -> None:
 @pytest.mark.parametrize("name", RAGGED)
 def test_attached_model_gives_the_same_logits_on_stock_caches(name: str) -> None:
     model = make_model(name)
-    tokens = mx.array([[3, 1, 4, 1, 5]])
-    before = model(tokens)
+    before = model(TOKENS)
     bind(model)
-    assert mx.array_equal(model(tokens), before)
+    assert mx.array_equal(model(TOKENS), before)
 
 
 @pytest.mark.parametrize("name", RAGGED)
 def test_models_that_use_the_base_attention_are_ragged(name: str) -> None:
     model = make_model(name)
     assert attach(model, open_pool(model, 20_000_000, attach=False))
+
+
+def own_attention(factor: float) -> Callable[..., mx.array]:
+    """A function with the parameters of mlx-lm's, as packages have that copy it."""
+
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: Any = None,
+    ) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=factor * scale, mask=mask, sinks=sinks
+        )
+
+    return scaled_dot_product_attention
+
+
+@pytest.mark.parametrize(("factor", "by_member"), [(1.0, False), (2.0, True)])
+def test_another_function_of_that_name_reads_blocks_if_it_computes_the_same(
+    factor: float, by_member: bool
+) -> None:
+    model = make_model("llama")
+    call = rebind(llama.Attention.__call__, scaled_dot_product_attention=own_attention(factor))
+    for layer in model.layers:
+        layer.self_attn.__class__ = type("Attention", (llama.Attention,), {"__call__": call})
+    before = model(TOKENS)
+    arena = open_pool(model, 20_000_000)
+    assert (arena.capabilities.ragged, arena.capabilities.by_member) == (True, by_member)
+    assert mx.array_equal(model(TOKENS), before)
 
 
 def test_own_softmax_is_found_out_and_batches_padded() -> None:
