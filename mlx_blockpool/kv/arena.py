@@ -68,6 +68,8 @@ class KVArena:
         ]
         self.places: dict[int, Place] = dict(places)
         self.first = min(self.places, default=0)
+        arrays = self.places[self.first].layer.arrays if self.places else ()
+        self._first_dtype = getattr(mx, spec.dtype_of(arrays[0])) if arrays else self.dtype
         self.state_leaves = [
             i for i, leaf in enumerate(spec.leaves) if isinstance(leaf, StateLayer)
         ]
@@ -135,12 +137,14 @@ class KVArena:
             evict_for(counts)
 
     def check_dtype(self, keys: mx.array) -> None:
-        """Raises ValueError for keys of the first layer that the pool cannot hold as they are."""
-        if keys.dtype != self.dtype:
+        """Raises ValueError for keys of the first layer, or what it has in place of them, that the
+        pool cannot hold as they are.
+        """
+        if keys.dtype != self._first_dtype:
             raise ValueError(
-                f"The model computes keys in {keys.dtype} and this pool holds {self.dtype}: the "
-                "model's type was changed after "
-                "the pool was opened. Open a pool for the model as it is now."
+                f"The model computes keys in {keys.dtype} and this pool holds {self._first_dtype}: "
+                "the model's type was changed after the pool was opened. Open a pool for the model "
+                "as it is now."
             )
 
     def locate(self, group: int, block: int) -> tuple[Slab, int]:

@@ -26,6 +26,7 @@ class Slab:
     def __init__(self, spec: ModelCacheSpec, group: LayerGroup, blocks: int) -> None:
         self.blocks = blocks
         self.forms = spec.forms(group.layer)
+        self._dims = [array.dim for array in group.layer.arrays]
         self.layers: list[View] = [
             tuple(
                 as_rows(
@@ -69,8 +70,10 @@ class Slab:
         One scatter in place for each array, where n writes would be n operations.
         """
         where = (slice(None), slice(None), places)
-        for held, given in zip(self.layers[index], rows, strict=True):
-            put(held, where, given)
+        for held, given, dim in zip(self.layers[index], rows, self._dims, strict=True):
+            # A scatter of rows without numbers, as values of dimension 0, ends the process.
+            if dim:
+                put(held, where, given)
 
     def read(self, index: int, start: int, count: int) -> View:
         """Views of tokens [start, start + count) of each array of the group's layer `index`."""

@@ -1,9 +1,9 @@
 """Prompts, and what stands in for a model: the keys and states of a token say what they were
 computed from.
 
-The key of a token is a number made of its position and of all tokens up to it, its value 1000 more.
-So a block of another prompt, of another position or of a neighbour that wrote into a shared block
-is found, and can be read in the failure.
+The key of a token is a number made of its position and of all tokens up to it, its value 1000 more,
+and that of a further array 1000 more for each array. So a block of another prompt, of another
+position or of a neighbour that wrote into a shared block is found, and can be read in the failure.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from mlx_blockpool.kv.quantised import dense
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.retention import RetentionPolicy
 from mlx_blockpool.prefix.salts import SHARED
+from mlx_blockpool.spec import FullLayer
 
 # Numbers of different layers are this far apart; all are whole numbers that float32 has.
 LAYER_STEP = 2**22
+MODULUS = {"float16": 2039, "uint8": 251}
 
 
 def family(number: int, length: int) -> tuple[int, ...]:
@@ -57,6 +59,23 @@ def keys_of(tokens: Sequence[int], start: int, layer: int, dim: int = 2) -> mx.a
     return mx.array(np.repeat(np.stack([row, -row], axis=-1), dim // 2, axis=-1)[None, None])
 
 
+def rows_of(layer: FullLayer, tokens: Sequence[int], start: int, leaf: int) -> list[mx.array]:
+    """The rows of tokens[start:] in each array of a layer, [1, heads, n, dim]: keys_of() the last
+    dimension, the number of the array, a thousand each, and that of the head.
+
+    An array of another type than float32 has what is left of the numbers when they are divided by
+    a number that the type holds.
+    """
+    found = []
+    for i, array in enumerate(layer.arrays):
+        keys = keys_of(tokens, start, leaf, array.dim) + 1000 * i
+        rows = keys + mx.arange(array.heads, dtype=mx.float32)[None, :, None, None]
+        if array.dtype is not None:
+            rows = (rows % MODULUS[array.dtype]).astype(getattr(mx, array.dtype))
+        found.append(rows)
+    return found
+
+
 def state_of(tokens: Sequence[int], leaf: int) -> list[mx.array]:
     """The state behind these tokens."""
     last = float(numbers(tuple(tokens))[-1]) + leaf * LAYER_STEP
@@ -73,8 +92,9 @@ def compute(caches: list[Any], tokens: Sequence[int], start: int, step: int = 0)
             if isinstance(cache, PooledArraysCache):
                 cache.cache = state_of(tokens[:end], leaf)
             else:
-                keys = keys_of(tokens[:end], start, leaf, cache.place.layer.key_dim)
-                mx.eval(cache.update_and_fetch(keys, keys + 1000))
+                mx.eval(
+                    cache.update_and_fetch(*rows_of(cache.place.layer, tokens[:end], start, leaf))
+                )
         start = end
 
 
@@ -87,29 +107,21 @@ def look(caches: list[Any], tokens: Sequence[int], count: int) -> None:
                 assert np.array_equal(np.array(found), np.array(wanted)), f"leaf {leaf}"
             continue
         assert isinstance(cache, PooledKVCache | PooledRotatingKVCache)
-        wanted = numbers(tuple(tokens))[:count] + leaf * LAYER_STEP
-        keys, values = (
-            mx.concatenate([dense(rows) for rows in runs], axis=2)
-            for runs in zip(*cache.views(), strict=True)
-        )
-        if isinstance(cache, PooledRotatingKVCache):
-            keys, values = (cache._temporal_order(array) for array in (keys, values))
-            wanted = wanted[-cache.max_size :]
-        assert_right(leaf, wanted, np.array(keys)[0, 0], np.array(values)[0, 0])
+        runs = zip(*cache.views(), strict=True)
+        wanted = rows_of(cache.place.layer, tokens[:count], 0, leaf)
+        for array, rows, needed in zip(cache.place.layer.arrays, runs, wanted, strict=True):
+            found = mx.concatenate([dense(part) for part in rows], axis=2)
+            if isinstance(cache, PooledRotatingKVCache):
+                found, needed = cache._temporal_order(found), needed[:, :, -cache.max_size :]
+            assert found.dtype == needed.dtype
+            assert mx.array_equal(found, needed).item(), (
+                f"layer {leaf}, {array.name}: {difference(*map(first_of, (needed, found)))}"
+            )
 
 
-def assert_right(
-    layer: int,
-    wanted: np.ndarray[Any, Any],
-    keys: np.ndarray[Any, Any],
-    values: np.ndarray[Any, Any],
-) -> None:
-    """Keys and values [tokens, dim] are those of the numbers `wanted`."""
-    assert np.array_equal(wanted, keys[:, 0]), f"layer {layer}: {difference(wanted, keys[:, 0])}"
-    assert np.array_equal(-wanted, keys[:, -1])
-    assert np.array_equal(wanted + 1000, values[:, 0]), (
-        f"layer {layer}: {difference(wanted + 1000, values[:, 0])}"
-    )
+def first_of(rows: mx.array) -> np.ndarray[Any, Any]:
+    """The first number of each token."""
+    return np.array(rows.astype(mx.float32))[0, 0, :, 0]
 
 
 def difference(expected: Any, actual: Any) -> str:

@@ -18,11 +18,17 @@ from thorough import seeds
 from tier.lives import record_files
 
 from mlx_blockpool.config import KVBits
-from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec, TokenArray, WindowLayer
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.record import Part, decode_header, encode
 from mlx_blockpool.tier import restore
 
+# Arrays of other heads and types, one of which blocks must not quantise.
+MORE = (
+    TokenArray("index", 3, 2, quantisable=False),
+    TokenArray("wide", 2, 2, "float16"),
+    TokenArray("flags", 1, 2, "uint8"),
+)
 SPECS = {
     "mixed": ModelCacheSpec(
         "m", (WindowLayer(1, 2, 2, 300), FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 300)), "float32"
@@ -32,6 +38,11 @@ SPECS = {
     ),
     "no full": ModelCacheSpec(
         "m", (WindowLayer(1, 2, 2, 256), WindowLayer(1, 2, 2, 256)), "float32"
+    ),
+    "more arrays": ModelCacheSpec(
+        "m",
+        (WindowLayer(1, 2, 2, 300, more=MORE), FullLayer(0, 0, 0, more=MORE), FullLayer(1, 2, 2)),
+        "float32",
     ),
 }
 
@@ -102,13 +113,18 @@ def test_each_token_is_written_about_once(tmp_path: Path, spec: ModelCacheSpec) 
     tokens = len(prompt)
     assert life.store.counts["written_bytes"] - 3500 * life.store.counts[
         "written"
-    ] <= 1.1 * tokens * 16 * len(spec.layers)
+    ] <= 1.1 * tokens * sum(map(spec.bytes_per_token_per_layer, spec.layers))
 
 
 def quantised(spec: ModelCacheSpec, kv: KVBits) -> ModelCacheSpec:
     """The same layers with rows of two groups, which tests/prefix/computed.py makes exact."""
     layers = tuple(
-        replace(layer, key_dim=64, value_dim=64)
+        replace(
+            layer,
+            key_dim=64 * layer.kv_heads,
+            value_dim=64 * layer.kv_heads,
+            more=tuple(replace(array, dim=64) for array in layer.more),
+        )
         for layer in spec.layers
         if isinstance(layer, FullLayer)
     )
