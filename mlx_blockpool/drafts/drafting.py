@@ -13,7 +13,7 @@ from .curve import CostCurve
 from .draft import NOTHING, Draft, Prediction
 from .drafter import Drafter
 from .index import SuffixIndex
-from .lengths import choose_lengths, least_chance
+from .lengths import choose_lengths, choose_padded_lengths, least_chance
 from .text_source import BREAK
 
 # Tokens of prompts that are indexed between two steps, of all requests together: about 5 ms.
@@ -29,6 +29,7 @@ class Drafting:
     """`drafts`: "auto", as the curve says; or up to this many tokens of each member in each
     forward, whatever they cost.
 
+    padded:  a forward computes as many tokens of each member as of the one that has most.
     most:    the most tokens drafted of one member in auto.
     curve:   what forwards cost; None: not known, and auto drafts nothing.
     counts:  tokens `drafted <source>` and `accepted <source>`.
@@ -42,11 +43,13 @@ class Drafting:
         most: int = 16,
         curve: CostCurve | None = None,
         counts: Counter[str] | None = None,
+        padded: bool = False,
     ) -> None:
         assert drafts == "auto" or isinstance(drafts, int), f"drafts are {drafts!r}"
         self.fixed = None if isinstance(drafts, str) else drafts
         self.most = most if self.fixed is None else self.fixed
         self.curve = curve
+        self._padded = padded
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.priors: dict[str, list[float]] = {}
         self.replies = ReplyMemory()
@@ -76,9 +79,13 @@ class Drafting:
             made.add_prediction(prediction)
         return made
 
-    def expects(self, drafters: Sequence[Drafter | None]) -> bool:
+    def expects(
+        self, drafters: Sequence[Drafter | None], again: Sequence[int] | None = None
+    ) -> bool:
         """Whether it is likely to pay to read the tokens in flight of a batch, and to draft
         after them. Takes microseconds.
+
+        `again`: how many tokens of each member are computed again; None: none.
         """
         if self.fixed is not None:
             self._catch_up(drafters)
@@ -92,17 +99,21 @@ class Drafting:
             # Not even tokens that are sure to be right would pay, so that nothing is indexed.
             return False
         self._catch_up(drafters)
-        found = [each.outlook(self.most, least) for each in drafters if each is not None]
-        return any(found) and any(choose_lengths(found, curve, len(drafters)))
+        found = [[] if each is None else each.outlook(self.most, least) for each in drafters]
+        return any(found) and any(self._chosen(found, curve, again))
 
     def propose(
-        self, drafters: Sequence[Drafter | None], next_tokens: Sequence[int], at_most: Sequence[int]
+        self,
+        drafters: Sequence[Drafter | None],
+        next_tokens: Sequence[int],
+        at_most: Sequence[int],
+        again: Sequence[int] | None = None,
     ) -> list[Draft]:
         """A draft for each member after its next token, as long as it pays; all are empty where
         nothing does.
 
         `at_most`: tokens that fit into each member's blocks and that it may still emit after its
-        next one.
+        next one. `again`: as in expects().
         """
         members = zip(drafters, next_tokens, at_most, strict=True)
         drafts = [
@@ -111,7 +122,7 @@ class Drafting:
         ]
         return [
             draft.first(count)
-            for draft, count in zip(drafts, self._lengths(drafters, drafts), strict=True)
+            for draft, count in zip(drafts, self._lengths(drafters, drafts, again), strict=True)
         ]
 
     def forced_lengths(
@@ -132,13 +143,28 @@ class Drafting:
             len(drafters),
         )
 
-    def _lengths(self, drafters: Sequence[Drafter | None], drafts: list[Draft]) -> list[int]:
+    def _lengths(
+        self,
+        drafters: Sequence[Drafter | None],
+        drafts: list[Draft],
+        again: Sequence[int] | None,
+    ) -> list[int]:
         if self.fixed is not None:
             return [len(draft) for draft in drafts]
         if self.curve is None:
             return [0] * len(drafts)
         curve, _ = self._curve_of(self.curve, drafters)
-        return choose_lengths([draft.chances for draft in drafts], curve, len(drafts))
+        return self._chosen([draft.chances for draft in drafts], curve, again)
+
+    def _chosen(
+        self,
+        chances: Sequence[Sequence[float]],
+        curve: CostCurve,
+        again: Sequence[int] | None,
+    ) -> list[int]:
+        if self._padded:
+            return choose_padded_lengths(chances, curve, again or [0] * len(chances))
+        return choose_lengths(chances, curve, len(chances))
 
     def _curve_of(
         self, measured: CostCurve, drafters: Sequence[Drafter | None]

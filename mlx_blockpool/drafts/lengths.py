@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from .curve import CostCurve
 
@@ -42,6 +43,40 @@ def choose_lengths(chances: Sequence[Sequence[float]], curve: CostCurve, members
     for _, number in gains[:best_count]:
         lengths[-number] += 1
     return lengths
+
+
+def choose_padded_lengths(
+    chances: Sequence[Sequence[float]], curve: CostCurve, again: Sequence[int]
+) -> list[int]:
+    """choose_lengths() where a forward computes as many tokens of each member as of the one that
+    has most: further members draft at no cost up to that.
+
+    `again`: of each member, the tokens before its next one that the forward computes again. If a
+    draft is partly rejected, the next forward computes its accepted tokens again, and that is
+    counted here.
+    """
+    members, base = len(again), 1 + max(again)
+    plain = curve.plain_seconds(members)
+    without = curve.seconds(members * base) if base > 1 else plain
+    best, best_lengths = members * (math.log(LEAST_GAIN) - math.log(without)), [0] * members
+    # Of each member the tokens that a forward emits with each length of its draft.
+    emitted = [list(accumulate(each, initial=1.0)) for each in chances]
+    most = max(1 + known + len(each) for known, each in zip(again, chances, strict=True))
+    for longest in range(base, most + 1):
+        lengths = [
+            min(len(each), longest - 1 - known) for known, each in zip(again, chances, strict=True)
+        ]
+        if not any(lengths):
+            continue
+        found = list(zip(again, chances, emitted, lengths, strict=True))
+        certain = math.prod(each[n - 1] for _, each, _, n in found if n)
+        accepted = max(known + counts[n] for known, _, counts, n in found if n)
+        repeated = max(0.0, curve.seconds(math.ceil(members * accepted)) - plain)
+        seconds = curve.seconds(members * longest) + (1 - certain) * repeated
+        speed = sum(math.log(counts[n]) for *_, counts, n in found) - members * math.log(seconds)
+        if speed > best:
+            best, best_lengths = speed, lengths
+    return best_lengths
 
 
 def log_gains(chances: Sequence[float]) -> list[float]:

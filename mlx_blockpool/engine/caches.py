@@ -69,13 +69,15 @@ class Caches:
         return self.ragged and not self.needs_checkpoints
 
     @property
-    def verifies(self) -> Literal["rows", "alone"] | None:
+    def verifies(self) -> Literal["rows", "padded", "alone"] | None:
         """How several next tokens of a sequence are computed in one pass: see Capabilities."""
         return None
 
     @property
     def pads_prompts(self) -> bool:
-        """True if prompts of several lengths may be computed together."""
+        """True if prompts of several lengths may be computed together; otherwise only those of one
+        length, and only in ragged batches.
+        """
         return False
 
     @property
@@ -114,13 +116,14 @@ class Caches:
         raise NotImplementedError
 
     def ensure_next_blocks(self, batch: Collection[Sequence], tokens: int = 1) -> None:
-        """Reserve the blocks of each member's next tokens.
+        """Reserve the blocks of each member's next tokens, after those that were rolled back.
 
         Raises PoolExhaustedError and reserves nothing.
         """
 
     def reserve_rows(self, sequence: Sequence, rows: int) -> bool:
-        """Reserve the blocks of this many rows of a member in a verification.
+        """Reserve the blocks of this many rows of a member in a verification, after those that
+        were rolled back.
 
         Returns whether the pool has them.
         """
@@ -229,13 +232,13 @@ class PooledCaches(Caches):
         return self.prefix.stored.is_writing
 
     @property
-    def verifies(self) -> Literal["rows", "alone"] | None:
+    def verifies(self) -> Literal["rows", "padded", "alone"] | None:
         return self.prefix.arena.capabilities.verifies
 
     @property
     def pads_prompts(self) -> bool:
-        # Padding must not reach a state.
-        return self.ragged and not self.prefix.arena.state_leaves
+        arena = self.prefix.arena
+        return self.ragged and (not arena.state_leaves or arena.capabilities.pads_states)
 
     def capacity(self) -> int | None:
         return self.prefix.pool.sequence_capacity()
@@ -395,11 +398,13 @@ class PooledCaches(Caches):
 
     def ensure_next_blocks(self, batch: Collection[Sequence], tokens: int = 1) -> None:
         self.prefix.admission.ensure_next_blocks(
-            [sequence.caches or [] for sequence in batch], tokens
+            (sequence.caches or [], sequence.rolled_back + tokens) for sequence in batch
         )
 
     def reserve_rows(self, sequence: Sequence, rows: int) -> bool:
-        return self.prefix.admission.try_reserve_rows(sequence.caches or [], rows)
+        return self.prefix.admission.try_reserve_rows(
+            sequence.caches or [], sequence.rolled_back + rows
+        )
 
     def insert(self, sequence: Sequence, kind: str, end: int) -> None:
         caches = sequence.caches or []

@@ -24,8 +24,8 @@ from ..config import EngineConfig, FormConfig
 from ..drafts.draft import Draft
 from ..drafts.drafting import Drafting
 from ..errors import PoolExhaustedError
-from ..kv.pending_tokens import PendingBatch
-from ..kv.prompt_cache import batch_of, begin_rows, commit_rows, member_of
+from ..kv.pending_tokens import PendingTokens, padded_forward
+from ..kv.prompt_cache import batch_of, begin_rows, commit_rows, member_of, state_caches
 from .caches import Caches
 from .sampling import Draw, Forced, draw, fits, ids
 from .sequence import Sequence
@@ -50,24 +50,16 @@ def compute_chunk(model: Any, chunk: Chunk, merges: bool) -> int:
     tokens = [row.tokens[row.computed : end] for row, end in chunk]
     caches = [row.caches or [] for row, _ in chunk]
     layers = batch_of(caches) if merges else caches[0]
-    lengths = [len(each) for each in tokens]
-    padding = [max(lengths) - length for length in lengths]
-    if any(padding):
-        for layer in layers:
-            layer.prepare(lengths=lengths, right_padding=padding)
-    model(
-        mx.array([each + [0] * pad for each, pad in zip(tokens, padding, strict=True)]),
-        cache=layers,
-    )
-    if any(padding):
-        for layer in layers:
-            layer.finalize()
+    padded_forward(model, tokens, layers)
     mx.eval([layer.state for layer in layers])
     for i, (row, end) in enumerate(chunk):
         row.computed = end
         if merges:
             row.caches = member_of(layers, i)
-    return sum(lengths)
+    # The state of one row is a copy: not evaluated, it would retain those of all rows.
+    states = [state_caches(row.caches or []) for row, _ in chunk if merges]
+    mx.eval([cache.cache for found in states for cache in found.values()])
+    return sum(map(len, tokens))
 
 
 class DecodeDebt:
@@ -152,6 +144,7 @@ class DecodeBatch:
         for i, member in enumerate(self.members):
             if member in leaving:
                 member.caches = member_of(self._layers, i) if self.merges else self._layers
+                member.rolled_back = 0
         self._layers = self._layers if keep else []
         for layer in self._layers:
             layer.filter(keep)
@@ -178,7 +171,7 @@ class DecodeBatch:
         """
         i = self.members.index(sequence)
         assert self._inputs is not None
-        if sequence.computed == len(sequence.tokens):
+        if sequence.computed + sequence.rolled_back == len(sequence.tokens):
             sequence.tokens.append(ids(self._inputs)[i])
         sequence.logprobs = self._logprobs[i]
         if sequence.logprobs is not None:
@@ -254,16 +247,27 @@ class DecodeBatch:
         commit_rows(self._layers, [rows.kept for rows in members])
         return self._continue_from(members, decoded)
 
-    def verify_alone(self, drafts: Drafts, least_forced: int) -> Decoded:
-        """verify() for caches that have no rows: members with drafts are computed one by one,
-        the others together.
+    @property
+    def is_rolled_back(self) -> bool:
+        """True if accepted tokens of a member are computed again, by verify_padded()."""
+        return any(member.rolled_back for member in self.members)
+
+    def verify_padded(self, drafts: Drafts, least_forced: int) -> Decoded:
+        """verify() for caches that have no rows. A member with a state is rolled back where some
+        of its drafts are rejected: its accepted ones are computed again by the next forward.
         """
         members = self._rows(drafts)
-        pending = PendingBatch(
+        pending = PendingTokens(
             self.model, self._layers, [rows.tokens for rows in members], self.merges
         )
+        for rows in members:
+            rows.member.computed += rows.again
         decoded = accept(pending.logits, members, least_forced)
-        self._layers = pending.accept([rows.kept for rows in members])
+        held = pending.accept([rows.kept for rows in members])
+        self._layers = pending.layers
+        for rows, count in zip(members, held, strict=True):
+            rows.member.rolled_back = rows.kept - count
+            rows.member.computed -= rows.member.rolled_back
         return self._continue_from(members, decoded)
 
     def _rows(self, drafts: Drafts) -> list[Rows]:
@@ -273,8 +277,10 @@ class DecodeBatch:
         for member, token, logprobs, buffer in zip(
             self.members, self.known(), self._logprobs, self._contexts, strict=True
         ):
-            tokens = [token, *drafts.get(member, ())]
-            found.append(Rows(member, tokens, logprobs, buffer, start))
+            computed, again = member.computed, member.rolled_back
+            tokens = member.tokens[computed : computed + again]
+            tokens += [token, *drafts.get(member, ())]
+            found.append(Rows(member, tokens, logprobs, buffer, start, again, kept=again))
             start += len(tokens)
         return found
 
@@ -306,7 +312,13 @@ class DecodeSteps:
         config, caches = self._config, self._caches
         self.off = _why_off(config, caches)
         if self.off is None and self.drafting is None:
-            self.drafting = Drafting(config.drafts, config.most_drafted, caches.curve, self.counts)
+            self.drafting = Drafting(
+                config.drafts,
+                config.most_drafted,
+                caches.curve,
+                self.counts,
+                padded=caches.verifies != "rows",
+            )
         elif self.off is not None and config.drafts != "off":
             log.info("Nothing is drafted: %s", self.off)
 
@@ -328,10 +340,10 @@ class DecodeSteps:
     def run(self, batch: DecodeBatch) -> Decoded:
         """One step of the batch: its run(), or its verify() where drafts pay."""
         drafts = {} if self.drafting is None else self._choose(batch, self.drafting)
-        if not drafts:
+        if not drafts and not batch.is_rolled_back:
             return batch.run()
         found = {member: list(draft.tokens) for member, draft in drafts.items()}
-        verify = batch.verify if self._caches.verifies == "rows" else batch.verify_alone
+        verify = batch.verify if self._caches.verifies == "rows" else batch.verify_padded
         # Next to other members a forced run may stay without a pass, so that its tokens are drafted
         # like any others.
         decoded = verify(found, self._least_forced(batch) if len(batch) == 1 else NEVER)
@@ -407,8 +419,8 @@ class DecodeSteps:
     def _choose(self, batch: DecodeBatch, drafting: Drafting) -> dict[Sequence, Draft]:
         """The drafts of those members for which they pay in this step."""
         if len(batch) > 1 and self._caches.verifies == "alone" and drafting.fixed is None:
-            # A forward for each member takes about as long as one for all of them, so that the
-            # others would lose too much.
+            # A forward for each number of tokens takes about as long as one for all members, so
+            # that the others would lose too much.
             return {}
         # Nothing is drafted after the last token of a prompt: its drafter has seen that token.
         for member in batch.members:
@@ -417,13 +429,20 @@ class DecodeSteps:
             member.drafter if emits else None
             for member, emits in zip(batch.members, batch.emitting, strict=True)
         ]
-        if not drafting.expects(drafters):
+        again = [member.rolled_back for member in batch.members]
+        if not drafting.expects(drafters, again):
             return {}
         known = batch.known()
-        left = [member.left_to_emit() - 1 for member in batch.members]
+        # A member that is rolled back again and again gets fewer drafts, so that its tokens stay
+        # within what one forward computes of a member.
+        most = max(drafting.most, self._config.most_drafted)
+        left = [
+            min(member.left_to_emit() - 1, max(0, most - member.rolled_back))
+            for member in batch.members
+        ]
         chosen: dict[Sequence, Draft] = {}
         for member, token, draft in zip(
-            batch.members, known, drafting.propose(drafters, known, left), strict=True
+            batch.members, known, drafting.propose(drafters, known, left, again), strict=True
         ):
             length = member.until_end([token, *batch.possible(draft.tokens)]) - 1
             if length and self._caches.reserve_rows(member, 1 + length):

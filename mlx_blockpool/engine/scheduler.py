@@ -205,14 +205,11 @@ class Scheduler:
             self._debt.pay(seconds)
 
     def _next_chunk(self) -> Chunk:
-        """The prompts that are computed next; several only where prompts may be padded."""
+        """The prompts that are computed next, each up to the end of its own chunk."""
         tokens = self.config.prefill_tokens
-        rows = self.config.prefill_rows if self.caches.pads_prompts else 1
-        chunk = [
-            (each, chunk_end(each, tokens))
-            for each in choose(self.prefilling, tokens, rows, self._long_first)
-        ]
-        self._long_first = len(chunk) > 1 or chunk[0][1] == chunk[0][0].prefill_end
+        rows = self.config.prefill_rows if self.caches.ragged else 1
+        chunk = choose(self.prefilling, tokens, rows, self._long_first, self.caches.pads_prompts)
+        self._long_first = chunk[0][1] == chunk[0][0].prefill_end
         return chunk
 
     def join(self, sequence: Sequence) -> None:
@@ -362,25 +359,26 @@ def chunk_end(sequence: Sequence, step: int) -> int:
 
 
 def choose(
-    prefilling: Collection[Sequence], step: int, rows: int, long_first: bool
-) -> list[Sequence]:
-    """The prompts of the next chunk: the long one that is due first, or short ones together.
+    prefilling: Collection[Sequence], step: int, rows: int, long_first: bool, pads: bool
+) -> Chunk:
+    """The next chunk of each prompt that is computed next.
 
     A prompt is short if one chunk is left of it. Short ones go first, so that they do not wait for
     a long prompt; where both wait they take turns (`long_first`), so that a stream of short ones
-    does not stop a long one. At most `rows` go together, and at most `step` tokens, padding
-    included.
+    does not stop a long one. Others join, up to `rows` prompts and `step` tokens, padding included;
+    unless `pads`, only those whose chunks have as many tokens.
     """
-    long = [r for r in prefilling if chunk_end(r, step) < r.prefill_end]
-    short = sorted((r for r in prefilling if r not in long), key=lambda r: r.place)
-    if long and (long_first or not short):
-        return [min(long, key=lambda r: r.place)]
-    chosen: list[Sequence] = []
+    ends = {sequence: chunk_end(sequence, step) for sequence in prefilling}
+    chosen: Chunk = []
     longest = 0
-    for sequence in short:
-        longer = max(longest, sequence.prefill_end - sequence.computed)
-        if not chosen or (len(chosen) < rows and (len(chosen) + 1) * longer <= step):
-            chosen.append(sequence)
+    for sequence in sorted(
+        prefilling, key=lambda r: ((ends[r] < r.prefill_end) != long_first, r.place)
+    ):
+        length = ends[sequence] - sequence.computed
+        longer = max(longest, length)
+        fits = len(chosen) < rows and (len(chosen) + 1) * longer <= step
+        if not chosen or (fits and (pads or length == longest)):
+            chosen.append((sequence, ends[sequence]))
             longest = longer
     return chosen
 

@@ -37,6 +37,8 @@ class Sequence:
     tokens:    the prompt and what was generated, including the next token to be computed once that
                is drawn.
     computed:  how many of them the caches hold, once the step in flight has run.
+    rolled_back: how many of them after those, in a batch, were accepted and are computed again by
+               the next step.
     caches:    the layer caches; None while it waits, or while a padded batch has them.
     prefix:    the cached beginning of `tokens` that was found last; lookups continue from its end.
     logprobs:  of tokens[-1] where that was drawn and not emitted yet; without numbers where another
@@ -57,7 +59,7 @@ class Sequence:
         # Choices share the list of their prompt until they start.
         is_choice, given = request.group is not None, request.tokens
         self.tokens = given if is_choice and isinstance(given, list) else list(given)
-        self.computed = 0
+        self.computed = self.rolled_back = 0
         self.caches: list[Any] | None = None
         self.prefix: PrefixRef | None = None
         self.logprobs: mx.array | None = None

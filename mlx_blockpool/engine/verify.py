@@ -1,9 +1,9 @@
 """Verification: which drafted tokens each sequence accepts, once one forward has computed them.
 
-Row 0 of a member has its next token, and row j its j-th drafted one. A draw from a row is made as
-the request would make it without drafts, and none is made twice or for nothing: the first that
-differs from the next drafted token ends the rows of its member. Knows logits; no caches. Owned by
-the generation thread.
+The rows of a member have its tokens that were rolled back, its next token, and its drafted ones. A
+draw from a row is made as the request would make it without drafts, and none is made twice or for
+nothing: the first that differs from the next drafted token ends the rows of its member. Knows
+logits; no caches. Owned by the generation thread.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Drafts = Mapping[Sequence, list[int]]
 class Rows:
     """The rows of one member of a verification forward.
 
-    tokens:     its next token, and those that are drafted after it.
+    tokens:     those that are computed again, its next token, and those that are drafted after it.
     logprobs:   that the next token was drawn from; None where it is not to be emitted.
     buffer:     the tokens before it, where the member has processors.
     start:      the first of its rows among those of all members.
-    kept:       how many of its rows were accepted, and are computed.
+    again:      how many of its tokens were accepted before and rolled back.
+    kept:       how many of its rows were accepted, and are computed; at least `again`.
     following:  what was drawn from the last of them.
     """
 
@@ -42,6 +43,7 @@ class Rows:
     logprobs: mx.array | None
     buffer: TokenBuffer | None
     start: int
+    again: int = 0
     kept: int = 0
     following: int = -1
 
@@ -92,7 +94,7 @@ def accept(logits: mx.array, members: Row[Rows], least_forced: int) -> Decoded:
             if _take(rows, token, logprobs, decoded)
             and len(drawn.forced.get(rows.member, ())) < least_forced
         ]
-    decoded.accepted = {rows.member: rows.kept - 1 for rows in members if len(rows.tokens) > 1}
+    decoded.accepted = {rows.member: rows.kept - rows.again - 1 for rows in members}
     mx.eval([rows.logprobs for rows in members], [logprobs for _, _, logprobs in decoded.emitted])
     return decoded
 

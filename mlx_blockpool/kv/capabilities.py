@@ -21,9 +21,10 @@ class Capabilities:
     by_member:    whether some attention computes the members of a batch one after another.
     differs:      what the ways that were tried before this one got wrong, in words.
     verifies:     how several next tokens of a sequence are computed in one forward: as rows of a
-                  batch, or each sequence alone; None if that is not possible.
-    pads_states:  whether prompts of a model with states may be padded, as its states leave out the
-                  padding.
+                  batch; padded, next to other sequences, as prompts are; or of one sequence alone.
+                  None if that is not possible.
+    pads_states:  whether the states of a model leave out padding, so that chunks of several lengths
+                  are computed together; otherwise only those of one length are.
     is_stage:     whether the model is a stage of a pipeline, which assigns keys that it has read to
                   order what it sends.
     synchronous:  whether a step must end before the next one writes, as mlx would copy slabs
@@ -36,7 +37,7 @@ class Capabilities:
     is_attached: bool = False
     by_member: bool = False
     differs: tuple[str, ...] = ()
-    verifies: Literal["rows", "alone"] | None = None
+    verifies: Literal["rows", "padded", "alone"] | None = None
     pads_states: bool = False
     is_stage: bool = False
     synchronous: bool = False

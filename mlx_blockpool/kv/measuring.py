@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from ..drafts.curve import CONTEXT, CostCurve, TokenCosts
 from ..errors import PoolExhaustedError, UnmeasurableError
@@ -225,6 +227,7 @@ class Scratch:
         self._sequences = [first]
         self._ragged = arena.capabilities.ragged
         self._by_rows = arena.capabilities.verifies == "rows"
+        self._alone = arena.capabilities.verifies == "alone"
 
     def add(self, members: int, interrupt: Callable[[], None] = no_interrupt) -> None:
         """Add sequences until there are `members` or the pool is full; none if batches are not
@@ -245,7 +248,7 @@ class Scratch:
     @property
     def most_rows(self) -> int:
         """How many rows verify() can have."""
-        return ROWS_OF_MEMBER * (self.members if self._by_rows else 1)
+        return ROWS_OF_MEMBER * (1 if self._alone else self.members)
 
     def forward_seconds(self) -> float:
         """Seconds of the second of two forwards of one token, as devices compile what they have
@@ -279,33 +282,24 @@ class Scratch:
             return watch.seconds / STEPS
 
     def verify(self, rows: int) -> float:
-        """A verification forward with this many rows."""
-        return self._verify_rows(rows) if self._by_rows else self._verify_alone(rows)
-
-    def _verify_rows(self, rows: int) -> float:
         """A verification forward with `rows` rows of one member or of several, each of which
-        keeps one.
+        keeps one. Padding counts as rows.
         """
         members = -(-rows // ROWS_OF_MEMBER)
         counts = [rows // members + (i < rows % members) for i in range(members)]
         tokens = self._tokens(rows, 1)
         mx.eval(tokens)
         with self._batch(members) as batch, Stopwatch() as watch:
-            begin_rows(batch, counts)
-            mx.eval(self._forward(tokens, batch))
-            commit_rows(batch, [1] * members)
-        return watch.seconds
-
-    def _verify_alone(self, count: int) -> float:
-        """A verification forward with `count` tokens of one sequence, which keeps half of them:
-        states are computed again.
-        """
-        caches = self._fork()
-        tokens = [self._draw.randrange(self._vocabulary) for _ in range(count)]
-        with Stopwatch() as watch:
-            found = PendingTokens(self._model, caches, tokens)
-            mx.eval(mx.argmax(found.logits, axis=-1))
-            found.accept((count + 1) // 2)
+            if self._by_rows:
+                begin_rows(batch, counts)
+                mx.eval(self._forward(tokens, batch))
+                commit_rows(batch, [1] * members)
+            else:
+                own = map(int, np.array(tokens[:, 0]))
+                given = [list(islice(own, count)) for count in counts]
+                pending = PendingTokens(self._model, batch, given, self._ragged)
+                mx.eval(_drawn(pending.logits))
+                pending.accept([1] * members)
         return watch.seconds
 
     def _fork(self) -> list[Any]:
@@ -316,9 +310,7 @@ class Scratch:
 
     def _forward(self, inputs: mx.array, batch: list[Any]) -> tuple[mx.array, mx.array]:
         """Tokens [rows] drawn after inputs [rows, 1], and logprobs [rows, vocabulary]."""
-        logits = self._model(inputs, cache=batch)[:, -1, :]
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return mx.argmax(logprobs, axis=-1), logprobs
+        return _drawn(self._model(inputs, cache=batch)[:, -1, :])
 
     def _tokens(self, rows: int, count: int) -> mx.array:
         return mx.array(
@@ -334,3 +326,9 @@ class Scratch:
         batch = batch_of(self._sequences[:members])
         yield batch
         self._sequences[:members] = [member_of(batch, i) for i in range(members)]
+
+
+def _drawn(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Tokens [rows] that are drawn from logits [rows, vocabulary], and the logprobs."""
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return mx.argmax(logprobs, axis=-1), logprobs

@@ -283,6 +283,11 @@ class StateBatch(StandIn, ArraysCache):  # type: ignore[misc]
     def batch_size(self) -> int:
         return len(self.members)
 
+    @property
+    def pads(self) -> bool:
+        """True if the states leave out the padding of tokens on the right."""
+        return all(member.sequence.arena.capabilities.pads_states for member in self.members)
+
     def extract(self, idx: int) -> PooledArraysCache:
         """A cache with the row of one member, which continues on its own."""
         return self._with_row(self.members[idx].fork(), idx)
@@ -322,9 +327,7 @@ class StateBatch(StandIn, ArraysCache):  # type: ignore[misc]
         out.
         """
         padded = right_padding is not None and max(right_padding) > 0
-        if padded and not all(
-            member.sequence.arena.capabilities.pads_states for member in self.members
-        ):
+        if padded and not self.pads:
             raise ValueError(
                 "Prompts of several lengths in one batch are padded, and this model takes padding "
                 "into its states. "

@@ -1,128 +1,180 @@
-"""PendingTokens: verification of sequences one by one, for models whose caches cannot verify rows
-of a batch: states and chunks.
+"""PendingTokens: verification of several next tokens of each sequence in one forward, for models
+whose caches cannot verify rows of a batch: states and chunks.
 
-The tokens of a sequence go through the model as [1, q], on its own caches. Layers in blocks are
-trimmed by the rejected tokens. A state holds no tokens: each pass replaces its arrays, so the ones
-from before are retained by reference and put back, and the accepted tokens are computed again.
-Knows no requests and draws nothing. Owned by the generation thread.
+The tokens go through the model as chunks of prompts do, [sequences, tokens], shorter ones padded
+on the right. Layers in blocks are trimmed by the rejected tokens. A state holds no tokens: each
+forward replaces its arrays, so a sequence with rejected tokens is rolled back to before the
+forward. Its accepted tokens are computed again by the next one, with what is drafted next. (A
+second forward for them would cost more: most devices read the weights for it once more.) Knows no
+requests and draws nothing. Owned by the generation thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..spec import ModelCacheSpec, WindowLayer
+from .batch_cache import PooledBatchCache
 from .layer_caches import PooledLayer
-from .other_caches import PooledArraysCache
-from .prompt_cache import batch_of, leaves_of, member_of, sequence_of
+from .other_caches import PooledArraysCache, StateBatch
+from .prompt_cache import batch_of, leaves_of, member_of
 
 
 def takes_back(spec: ModelCacheSpec) -> bool:
-    """Return whether a sequence of this model can be verified alone.
+    """Return whether a sequence of this model can be rolled back.
 
     A full window cannot take tokens back.
     """
     return not any(isinstance(leaf, WindowLayer) for leaf in spec.leaves)
 
 
-class PendingTokens:
-    """The next tokens of one sequence, computed; accept() keeps the first of them. Nothing else is
-    done with it before that.
-
-    logits: [q, vocabulary]; row j follows tokens[j].
+def padded_forward(model: Any, tokens: Sequence[list[int]], layers: list[Any]) -> mx.array:
+    """The logits [sequences, most tokens, vocabulary] of the next tokens of each sequence of a
+    batch. Shorter ones are padded on the right, and caches leave the padding out.
     """
-
-    def __init__(self, model: Any, caches: list[Any], tokens: list[int]) -> None:
-        """`caches` are the sequence's own, not those of a batch, with blocks reserved for all
-        tokens.
-        """
-        self._model = model
-        self._caches = caches
-        self._tokens = tokens
-        self._states = [
-            (leaf, list(leaf.cache))
-            for leaf in leaves_of(caches)
-            if isinstance(leaf, PooledArraysCache)
-        ]
-        self.logits: mx.array = model(mx.array([tokens]), cache=caches)[0]
-        # Another pass waits for this one before it writes: a slab that is still to be read then
-        # would be copied.
-        mx.async_eval(self.logits)  # type: ignore[no-untyped-call]
-
-    def accept(self, count: int) -> None:
-        """Keep the first `count` tokens, one at least, and take the others back.
-
-        The caches are evaluated then.
-        """
-        computed = len(self._tokens)
-        assert 1 <= count <= computed, f"{count} tokens kept of {computed}"
-        mx.eval(self.logits)
-        if count < computed:
-            self._take_back(computed if self._states else computed - count)
-            if self._states:
-                self._model(mx.array([self._tokens[:count]]), cache=self._caches)
-        mx.eval(self._arrays())
-
-    def _take_back(self, count: int) -> None:
-        for leaf in leaves_of(self._caches):
-            if isinstance(leaf, PooledLayer):
-                trimmed = leaf.trim(count)
-                assert trimmed == count, (
-                    f"{trimmed} tokens taken back of {count} by a {type(leaf).__name__}"
-                )
-        for state, arrays in self._states:
-            state.cache = arrays
-
-    def _arrays(self) -> list[mx.array]:
-        sequence = sequence_of(self._caches)
-        assert sequence is not None, "mlx-lm's own caches"
-        return sequence.arena.arrays() + [
-            array for state, _ in self._states for array in state.cache if array is not None
-        ]
+    lengths = [len(own) for own in tokens]
+    padding = [max(lengths) - length for length in lengths]
+    if any(padding):
+        for layer in layers:
+            layer.prepare(lengths=lengths, right_padding=padding)
+    logits: mx.array = model(
+        mx.array([own + [0] * pad for own, pad in zip(tokens, padding, strict=True)]), cache=layers
+    )
+    if any(padding):
+        for layer in layers:
+            layer.finalize()
+    return logits
 
 
-class PendingBatch:
-    """The next tokens of each sequence of a batch, computed: those with several tokens one by one,
-    the others in one batch.
+class PendingTokens:
+    """The next tokens of each sequence of a batch, computed; accept() keeps the first of each.
+    Nothing else is done with the batch before that.
 
-    logits: [rows, vocabulary], a row for each token, those of one sequence next to each other and
-    in their order.
+    Where padding would reach a state, sequences with unequal numbers of tokens take a forward for
+    each number.
+
+    layers:  the batch, which takes the place of the one that was given.
+    logits:  [rows, vocabulary], a row for each token, those of one sequence next to each other and
+             in their order.
     """
 
     def __init__(
-        self, model: Any, batch: list[Any], tokens: Sequence[list[int]], merges: bool
+        self, model: Any, layers: list[Any], tokens: Sequence[list[int]], merges: bool = True
     ) -> None:
-        """`batch` is given up for the one that accept() returns.
-
-        `merges`: its caches were merged as their classes do it.
+        """`merges`: the caches were merged as their classes do it; otherwise they are those of one
+        sequence. Blocks are reserved for all tokens.
         """
-        self._merges = merges
-        self._caches = [member_of(batch, i) for i in range(len(tokens))] if merges else [batch]
-        logits: dict[int, mx.array] = {}
-        together = [i for i, own in enumerate(tokens) if len(own) == 1]
-        if together:
-            layers = batch_of([self._caches[i] for i in together]) if merges else batch
-            found = model(mx.array([tokens[i] for i in together]), cache=layers)[:, -1]
-            mx.async_eval(found)  # type: ignore[no-untyped-call]
-            for row, i in enumerate(together):
-                logits[i] = found[row : row + 1]
-                self._caches[i] = member_of(layers, row) if merges else batch
-        self._alone = {
-            i: PendingTokens(model, self._caches[i], own)
-            for i, own in enumerate(tokens)
-            if len(own) > 1
+        self.layers = layers
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for i, own in enumerate(tokens):
+            by_length[len(own)].append(i)
+        pads = all(leaf.pads for leaf in leaves_of(layers) if isinstance(leaf, StateBatch))
+        self._members = [list(range(len(tokens)))] if pads else list(by_length.values())
+        parts = [layers]
+        if len(self._members) > 1:
+            caches = [member_of(layers, i) for i in range(len(tokens))]
+            parts = [batch_of([caches[i] for i in members]) for members in self._members]
+        self._forwards = [
+            _Forward(model, part, [tokens[i] for i in members], merges)
+            for part, members in zip(parts, self._members, strict=True)
+        ]
+        self.logits = mx.concatenate(self._in_order([forward.logits for forward in self._forwards]))
+
+    def accept(self, kept: Sequence[int]) -> list[int]:
+        """Keep the first kept[i] tokens of sequence i, one at least, and roll back the others.
+
+        Returns how many of each the caches hold: kept[i], or none where a state was rolled back.
+        The caches are evaluated then.
+        """
+        mx.eval(self.logits)
+        held = self._in_order(
+            [
+                forward.accept([kept[i] for i in members])
+                for forward, members in zip(self._forwards, self._members, strict=True)
+            ]
+        )
+        if len(self._forwards) > 1:
+            caches = self._in_order(
+                [
+                    [member_of(forward.layers, i) for i in range(len(members))]
+                    for forward, members in zip(self._forwards, self._members, strict=True)
+                ]
+            )
+            self.layers = batch_of(caches)
+        return held
+
+    def _in_order(self, parts: Iterable[Sequence[Any]]) -> list[Any]:
+        """What the forwards have for each of their sequences, in the order of all sequences."""
+        found = {
+            i: each
+            for members, part in zip(self._members, parts, strict=True)
+            for i, each in zip(members, part, strict=True)
         }
-        logits |= {i: pending.logits for i, pending in self._alone.items()}
-        self.logits = mx.concatenate([logits[i] for i in range(len(tokens))])
+        return [found[i] for i in range(len(found))]
 
-    def accept(self, kept: Sequence[int]) -> list[Any]:
-        """Keep the first kept[i] tokens of sequence i, one at least.
 
-        Returns the batch, with the sequences in the same order.
-        """
-        for i, pending in self._alone.items():
-            pending.accept(kept[i])
-        return batch_of(self._caches) if self._merges else self._caches[0]
+class _Forward:
+    """One forward of PendingTokens. logits: of each sequence [tokens, vocabulary]."""
+
+    def __init__(
+        self, model: Any, layers: list[Any], tokens: Sequence[list[int]], merges: bool
+    ) -> None:
+        assert merges or len(tokens) == 1, "these caches cannot be merged"
+        self.layers = layers
+        self._counts = [len(own) for own in tokens]
+        leaves = leaves_of(layers)
+        self._states = [
+            (leaf, list(leaf.cache))
+            for leaf in leaves
+            if isinstance(leaf, StateBatch | PooledArraysCache)
+        ]
+        # The layer caches in blocks of each sequence.
+        self._in_blocks: list[list[PooledLayer]] = [
+            [
+                leaf.members[i] if isinstance(leaf, PooledBatchCache) else leaf
+                for leaf in leaves
+                if isinstance(leaf, PooledBatchCache | PooledLayer)
+            ]
+            for i in range(len(tokens))
+        ]
+        logits = padded_forward(model, tokens, layers)
+        # Another forward waits for this one before it writes: a slab that is still to be read then
+        # would be copied.
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        self.logits = [logits[i, :count] for i, count in enumerate(self._counts)]
+
+    def accept(self, kept: Sequence[int]) -> list[int]:
+        held = []
+        for own, computed, count in zip(self._in_blocks, self._counts, kept, strict=True):
+            assert 1 <= count <= computed, f"{count} tokens kept of {computed}"
+            held.append(0 if self._states and count < computed else count)
+            for leaf in own if held[-1] < computed else []:
+                trimmed = leaf.trim(computed - held[-1])
+                assert trimmed == computed - held[-1], (
+                    f"{trimmed} tokens taken back of {computed - held[-1]} by a "
+                    f"{type(leaf).__name__}"
+                )
+        if not all(held):
+            is_held = mx.array(held) > 0
+            for state, before in self._states:
+                state.cache = [
+                    _chosen(is_held, after, old)
+                    for after, old in zip(state.cache, before, strict=True)
+                ]
+        mx.eval([leaf.sequence.arena.arrays() for own in self._in_blocks for leaf in own[:1]])
+        mx.eval([state.cache for state, _ in self._states])
+        return held
+
+
+def _chosen(is_held: mx.array, after: mx.array, before: mx.array | None) -> mx.array | None:
+    """The state after a forward of the sequences whose tokens are held, and that from before of
+    the others.
+    """
+    if is_held.size == 1:
+        return before
+    mask = is_held.reshape(-1, *[1] * (after.ndim - 1))
+    return mx.where(mask, after, mx.zeros_like(after) if before is None else before)

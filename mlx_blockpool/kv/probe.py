@@ -24,7 +24,7 @@ from .arena import KVArena
 from .attach import NAME, bind, classes_of, is_by_member, restore
 from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
-from .pending_tokens import PendingTokens, takes_back
+from .pending_tokens import PendingTokens, padded_forward, takes_back
 from .prompt_cache import batch_of, begin_rows, commit_rows, make_prompt_cache
 from .rounded_caches import rounded
 from .scratch import pipelined
@@ -131,7 +131,12 @@ def _verifies(model: Any, arena: KVArena, ranks: Ranks) -> Any:
         return None
     if arena.capabilities.ragged and _agrees_by_rows(model, arena):
         return "rows"
-    return "alone" if _agrees_taking_back(model, arena) else None
+    if not takes_back(arena.spec):
+        return None
+    pads = arena.capabilities.ragged and arena.capabilities.pads_states
+    if pads and _agrees_rolled_back(model, arena, PROMPTS):
+        return "padded"
+    return "alone" if _agrees_rolled_back(model, arena, PROMPTS[:1]) else None
 
 
 def _attach_if(
@@ -241,16 +246,27 @@ def _agrees_by_rows(model: Any, arena: KVArena) -> bool:
     return _compared(model, by_rows, PROMPTS, arena.spec) is None
 
 
-def _agrees_taking_back(model: Any, arena: KVArena) -> bool:
-    """Return whether a sequence that takes tokens back has the logits of mlx-lm's caches."""
+def _agrees_rolled_back(model: Any, arena: KVArena, prompts: list[list[int]]) -> bool:
+    """Return whether sequences of which some tokens are rolled back have the logits of mlx-lm's
+    caches.
+    """
 
-    def alone() -> mx.array:
-        caches = make_prompt_cache(model, arena)
-        _logits(model, [PROMPTS[0]], caches)
-        PendingTokens(model, caches, [*NEXT[0], 8, 9]).accept(1)
-        return PendingTokens(model, caches, [*NEXT[1], 7]).logits[:1]
+    def rolled_back() -> mx.array:
+        caches = [make_prompt_cache(model, arena) for _ in prompts]
+        for own, prompt in zip(caches, prompts, strict=True):
+            _logits(model, [prompt], own)
+        merges = len(prompts) > 1
+        layers, more = batch_of(caches) if merges else caches[0], len(prompts) - 1
+        # Of the first sequence some tokens are rejected, and all of the second are kept.
+        pending = PendingTokens(model, layers, [[*NEXT[0], 8, 9], *[NEXT[0]] * more], merges)
+        held = pending.accept([1] * len(prompts))
+        # The rows of the first that are computed again come before its next one.
+        again = NEXT[0] * (1 - held[0])
+        tokens = [[*again, *NEXT[1], 7], *[NEXT[1]] * more]
+        logits = PendingTokens(model, pending.layers, tokens, merges).logits
+        return logits[mx.array([len(again), *[len(tokens[0])] * more])]
 
-    return takes_back(arena.spec) and _compared(model, alone, PROMPTS[:1], arena.spec) is None
+    return _compared(model, rolled_back, prompts, arena.spec) is None
 
 
 def _difference_alone(model: Any, arena: KVArena) -> str | None:
@@ -305,15 +321,9 @@ def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.
     """Logits [2, vocabulary] after two prompts, which are still to be computed, or none, and two
     tokens more.
     """
-    if prompts:
-        longest = max(map(len, prompts))
-        for cache in batch:
-            cache.prepare(
-                lengths=[len(p) for p in prompts], right_padding=[longest - len(p) for p in prompts]
-            )
-        _logits(model, [p + [0] * (longest - len(p)) for p in prompts], batch)
-        for cache in batch:
-            cache.finalize()
+    # In two parts: what is padded then continues states, too.
+    for part in (slice(2), slice(2, None)) if prompts else ():
+        mx.eval(padded_forward(model, [prompt[part] for prompt in prompts], batch))
     for token in NEXT:
         logits = _logits(model, [token] * 2, batch)
     return logits[:, -1]

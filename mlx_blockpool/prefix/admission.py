@@ -13,7 +13,7 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import PoolExhaustedError
@@ -98,17 +98,18 @@ class Admission:
         )
         return needed <= usable + self.pool.pool_bytes - self.pool.nbytes
 
-    def ensure_next_blocks(self, batch: Iterable[list[Any]], tokens: int = 1) -> None:
-        """Reserve the blocks of each sequence's next `tokens`; a sequence is its layer caches.
+    def ensure_next_blocks(self, batch: Iterable[tuple[list[Any], int]]) -> None:
+        """Reserve the blocks of each sequence's next tokens: of its layer caches and their number.
 
         Raises PoolExhaustedError.
         """
         tables, counts = [], []
-        for cache in self._firsts_of_groups(batch):
-            missing = cache.missing_blocks(tokens)
-            if missing:
-                tables.append(cache.sequence.tables[cache.place.group])
-                counts.append(missing)
+        for caches, tokens in batch:
+            for cache in self._firsts_of_groups(caches):
+                missing = cache.missing_blocks(tokens)
+                if missing:
+                    tables.append(cache.sequence.tables[cache.place.group])
+                    counts.append(missing)
         if tables:
             self.reserve(tables, counts)
 
@@ -117,7 +118,7 @@ class Admission:
 
         Returns whether it could.
         """
-        firsts = list(self._firsts_of_groups([caches]))
+        firsts = self._firsts_of_groups(caches)
         counts = [missing_blocks(cache, rows) for cache in firsts]
         if not any(counts):
             return True
@@ -130,11 +131,10 @@ class Admission:
             table.capacity = capacity
         return True
 
-    def _firsts_of_groups(self, batch: Iterable[list[Any]]) -> Iterator[PooledLayer]:
-        """The cache of each sequence's first layer in each group."""
-        for caches in batch:
-            leaves = leaves_of(caches)
-            yield from (leaves[group.layers[0]] for group in self.arena.spec.groups)
+    def _firsts_of_groups(self, caches: list[Any]) -> list[PooledLayer]:
+        """The cache of a sequence's first layer in each group."""
+        leaves = leaves_of(caches)
+        return [leaves[group.layers[0]] for group in self.arena.spec.groups]
 
     def ensure_spare_blocks(self, blocks: int) -> None:
         """Make sure that `blocks` more fit in each full group. Raises PoolExhaustedError."""

@@ -38,6 +38,56 @@ def test_every_row_of_the_table_has_a_type_that_is_always_tested() -> None:
     assert {rows[name] for name in (*QUICK, *QUICK_IN_8_BITS)} == set(rows.values())
 
 
+# States that take padding in, with prompts of one length alone computed together.
+UNPADDED = {
+    *("baichuan_m1", "bailing_moe_linear", "jamba", "mamba", "nemotron_h", "olmo_hybrid"),
+    *("recurrent_gemma", "rwkv7"),
+}
+RAGGED_STATES = [
+    name
+    for name, row in sorted(rows_in(in_readme()).items())
+    if row.batch == "ragged" and "state" in row.kinds
+]
+
+
+@pytest.mark.parametrize("name", only(RAGGED_STATES, "falcon_h1", "lfm2", "jamba", "qwen3_5"))
+def test_prompts_of_hybrid_models_are_computed_together_after_a_shared_prefix(name: str) -> None:
+    model, common = make_model(name), prompt(1, 200)
+    engine = BlockPoolBatchEngine.open(model, POOL)
+    try:
+        engine.insert(Request([*common, 7], 1, breakpoints=[(200, "system")]))
+        while len(engine):
+            engine.next()
+        before = engine.counts["chunks"]
+        prompts = [[*common, *prompt(i, count)] for i, count in enumerate((40, 60, 90, 60, 120), 2)]
+        found: dict[int, list[mx.array]] = {engine.insert(Request(p, 3)): [] for p in prompts}
+        replies = {uid: list[int]() for uid in found}
+        while len(engine):
+            for event in engine.next():
+                if isinstance(event, Token):
+                    found[event.uid].append(event.logprobs)
+                    replies[event.uid].append(event.token)
+                elif isinstance(event, Started):
+                    assert event.cached == len(common)
+        # 5 prompts of at most 120 tokens are more than the 512 of a chunk.
+        assert engine.counts["chunks"] - before == (4 if name in UNPADDED else 2)
+        for given, uid in zip(prompts, found, strict=True):
+            chunks = [given[: len(common)], given[len(common) : -1], given[-1:]]
+            caches = stock(model)
+            needed = [_last(model, caches, chunk) for chunk in chunks][-1:]
+            needed += [_last(model, caches, [token]) for token in replies[uid][:2]]
+            assert distance([row - mx.logsumexp(row) for row in needed], found[uid]) <= 1e-5
+    finally:
+        engine.close()
+        detach(model)
+
+
+def _last(model: Any, caches: list[Any], tokens: list[int]) -> mx.array:
+    logits: mx.array = model(mx.array([tokens]), cache=caches)[0, -1]
+    mx.eval(logits, [cache.state for cache in caches])
+    return logits
+
+
 @pytest.mark.parametrize(
     "name",
     only((name for name in RUNNABLE if name not in OWN_CACHE), *(set(QUICK) - set(OWN_CACHE))),

@@ -65,6 +65,15 @@ def test_after_a_long_context_less_is_drafted_where_each_row_reads_all_of_it() -
         assert [drafting.expects([drafter]) for drafter in (short, long)] == [True, length > 0]
 
 
+def test_a_padded_forward_counts_the_members_without_drafts() -> None:
+    curve = CostCurve.from_points({1: 1.0, 8: 1.1, 32: 8.0})
+    for padded, length in ((False, 4), (True, 1)):
+        drafting = Drafting(curve=curve, padded=padded)
+        drafters = [story_of(drafting), None, None, None]
+        drafts = drafting.propose(drafters, [STORY[10]] * 4, [5] * 4)
+        assert [len(draft) for draft in drafts] == [length, 0, 0, 0]
+
+
 def test_fixed_drafts_ask_no_curve() -> None:
     drafting = Drafting(3, curve=DEAR)
     drafter = story_of(drafting, 4)

@@ -15,7 +15,12 @@ from pydantic import TypeAdapter, ValidationError
 from thorough import tried
 
 from mlx_blockpool.drafts.curve import CONTEXT, CostCurve, TokenCosts
-from mlx_blockpool.drafts.lengths import LEAST_GAIN, choose_lengths, least_chance
+from mlx_blockpool.drafts.lengths import (
+    LEAST_GAIN,
+    choose_lengths,
+    choose_padded_lengths,
+    least_chance,
+)
 
 # Measured on a CPU: seconds of 1 to 16 rows relative to those of one.
 BF16 = CostCurve.from_points({1: 1.0, 2: 1.3, 4: 1.9, 8: 3.4, 16: 6.1})
@@ -205,3 +210,53 @@ def test_drafts_below_the_least_chance_are_not_chosen(
 ) -> None:
     lengths = choose_lengths([draft(chance, 1.0, 1.0)] * min(drafting, members), curve, members)
     assert not any(lengths) or chance >= least_chance(curve, members, 3) - 1e-9
+
+
+# -- padded ----------------------------------------------------------------------------------------
+
+
+def test_members_draft_up_to_the_longest_where_forwards_are_padded() -> None:
+    certain, none = [1.0] * 6, list[float]()
+    assert choose_padded_lengths([certain, none], FLAT, [0, 0]) == [6, 0]
+    assert choose_padded_lengths([certain, certain[:2]], FLAT, [0, 0]) == [6, 2]
+    # Each further token costs one for both members, and one of them gains nothing.
+    assert choose_padded_lengths([certain, none], FOUR_BITS, [0, 0]) == [0, 0]
+    assert choose_padded_lengths([certain], BF16, [0]) == choose_lengths([certain], BF16, 1) == [6]
+
+
+def test_tokens_that_are_computed_again_leave_less_to_draft() -> None:
+    steep = CostCurve.from_points({1: 1.0, 4: 1.05, 5: 5.0})
+    certain = [1.0] * 6
+    assert [choose_padded_lengths([certain], steep, [n]) for n in (0, 1, 2, 3)] == [
+        [3],
+        [2],
+        [1],
+        [0],
+    ]
+    # Next to three tokens that are computed again, another member drafts at no cost.
+    flat = CostCurve.from_points({1: 1.0, 8: 1.05, 9: 9.0})
+    assert choose_padded_lengths([[], certain], flat, [3, 0]) == [0, 3]
+
+
+def test_what_a_rejected_draft_computes_again_is_counted() -> None:
+    rising = CostCurve.from_points({1: 1.0, 2: 1.15, 3: 1.3, 16: 3.0})
+    assert choose_lengths([[0.25]], rising, 1) == [1]
+    assert choose_padded_lengths([[0.25]], rising, [0]) == [0]
+    assert choose_padded_lengths([[0.9]], rising, [0]) == [1]
+
+
+@tried(100, 1000)
+@given(DRAFTS, CURVES)
+def test_padded_drafts_pay(acceptance: list[list[float]], curve: CostCurve) -> None:
+    drafts = [draft(*each) for each in acceptance]
+    members, none = len(drafts), [0] * len(drafts)
+    lengths = choose_padded_lengths(drafts, curve, none)
+    assert lengths in [
+        none,
+        *([min(len(each), most) for each in drafts] for most in range(1, 4)),
+    ]
+    if any(lengths):
+        padded = members * (1 + max(lengths))
+        gain = sum(math.log(1 + sum(c[:n])) for c, n in zip(drafts, lengths, strict=True))
+        slower = curve.seconds(padded) / curve.plain_seconds(members)
+        assert gain >= members * math.log(LEAST_GAIN * slower) - 1e-9

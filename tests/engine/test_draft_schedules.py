@@ -27,7 +27,7 @@ from mlx_blockpool.engine.request import Request
 from mlx_blockpool.kv.prompt_cache import leaves_of
 from mlx_blockpool.spec import blocks_for
 
-NAMES = ["llama", "qwen2", "gemma3_text", "gpt_oss", "lfm2"]
+NAMES = ["llama", "qwen2", "gemma3_text", "gpt_oss", "lfm2", "qwen3_5"]
 SOURCES = ["right", "wrong", "mixed", "own"]
 LENGTHS = [0, 1, 2, 3, 5, 8, 16]
 PARTS: dict[str, Any] = {
@@ -287,7 +287,7 @@ DRAFTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", only(NAMES, "gemma3_text", "lfm2"))
+@pytest.mark.parametrize("name", only(NAMES, "gemma3_text", "lfm2", "qwen3_5"))
 @tried(3, 45)
 @given(**{**SCHEDULES, **DRAFTED, "requests": arrivals(**PARTS)})
 def test_replies_of_a_schedule_with_drafts_are_those_without(
@@ -296,7 +296,7 @@ def test_replies_of_a_schedule_with_drafts_are_those_without(
     run(name, requests, **more)
 
 
-@pytest.mark.parametrize("name", only(NAMES, "gemma3_text", "lfm2"))
+@pytest.mark.parametrize("name", only(NAMES, "gemma3_text", "lfm2", "qwen3_5"))
 @tried(2, 30)
 @given(
     **{

@@ -472,10 +472,11 @@ def test_without_room_nothing_jumps_and_nothing_is_swapped_out(
     engine, prefix = make_engine("llama")
     reserve = prefix.admission.ensure_next_blocks
 
-    def only_one(batch: Any, tokens: int = 1) -> None:
-        if tokens > 1:
+    def only_one(batch: Any) -> None:
+        wanted = list(batch)
+        if any(tokens > 1 for _, tokens in wanted):
             raise PoolExhaustedError(1, 0, 0, "full", "")
-        reserve(batch)
+        reserve(wanted)
 
     monkeypatch.setattr(prefix.admission, "ensure_next_blocks", only_one)
     uids = engine.insert_all(requests())

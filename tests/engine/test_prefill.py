@@ -45,8 +45,10 @@ def test_a_chunk_ends_on_the_grid_at_a_breakpoint_or_with_the_prompt(
     assert chunk_end(running(1, tokens, computed, breakpoints), 128) == expected
 
 
-def chosen(prefilling: list[Sequence], rows: int = 8, long_first: bool = False) -> list[int]:
-    return [r.uid for r in choose(prefilling, 128, rows, long_first)]
+def chosen(
+    prefilling: list[Sequence], rows: int = 8, long_first: bool = False, pads: bool = True
+) -> list[int]:
+    return [r.uid for r, _ in choose(prefilling, 128, rows, long_first, pads)]
 
 
 def test_short_prompts_go_before_a_long_one() -> None:
@@ -80,7 +82,17 @@ def test_a_prompt_that_has_come_to_its_last_chunk_is_short() -> None:
 
 
 def test_a_mark_before_the_end_makes_a_prompt_long() -> None:
-    assert chosen([running(1, 30, breakpoints=(10,)), running(2, 30)], long_first=True) == [1]
+    marked, other = running(1, 30, breakpoints=(10,)), running(2, 30)
+    assert chosen([other, marked], long_first=True) == [1, 2]
+    assert chosen([other, marked]) == [2, 1]
+    assert choose([other, marked], 128, 8, False, True) == [(other, 29), (marked, 10)]
+
+
+def test_unless_prompts_may_be_padded_only_chunks_of_one_length_go_together() -> None:
+    prompts = [running(i, tokens) for i, tokens in enumerate((31, 41, 31, 51))]
+    prompts.append(running(4, 100, breakpoints=(30,)))
+    assert chosen(prompts, pads=False) == [0, 2, 4]
+    assert chosen(prompts, pads=True) == [0, 1, 2]
 
 
 # -- in the engine ---------------------------------------------------------------------------------
@@ -199,3 +211,30 @@ def test_decode_has_its_share_of_the_time_while_prompts_wait(
     drive(engine, after=note)
     # A step more where the share is not a sum of binary fractions.
     assert before[6] - before[2] in (4 * expected, 4 * expected + bool(expected))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_prompts_with_states_are_computed_together_up_to_their_own_checkpoints(name: str) -> None:
+    """Four prompts after a shared prefix, of which two have a checkpoint within."""
+    engine, prefix = make_engine(name, prefill_tokens=512)
+    common = words(1, 256)
+    serve(engine, [(*common, 5)], max_tokens=1, breakpoints=[(256, "system")])
+    before, marks = engine.counts["chunks"], {0: 256 + 25, 2: 256 + 50}
+    prompts = [(*common, *words(2 + i, count)) for i, count in enumerate((40, 60, 90, 120))]
+    uids = [
+        engine.insert(Request(prompt, 8, breakpoints=[(marks[i], "user")] if i in marks else []))
+        for i, prompt in enumerate(prompts)
+    ]
+    told = drive(engine)
+    assert [told.started[uid].cached for uid in uids] == [256] * 4
+    # One after the other these would be 6 chunks.
+    assert engine.counts["chunks"] - before == 2
+    for uid, prompt in zip(uids, prompts, strict=True):
+        assert_stock(name, prompt, told.tokens[uid])
+    others = {i: (*prompts[i][:mark], *words(20 + i, 30)) for i, mark in marks.items()}
+    for i, prompt in others.items():
+        assert prefix.look(prompt).hit == marks[i]
+        (uid,), told = serve(engine, [prompt])
+        assert told.started[uid].cached == marks[i]
+        assert_stock(name, prompt, told.tokens[uid])
+    assert_nothing_held(prefix)

@@ -111,8 +111,8 @@ def test_on_a_processor_its_own_time_counts(
 
 
 @pytest.mark.usefixtures("few_cases")
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_the_curve_of_a_model_that_verifies_by_rows(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "lfm2"])
+def test_the_curve_of_a_model_that_verifies_several_sequences(name: str) -> None:
     model = make_model(name)
     arena = open_pool(model, 40_000_000)
     arena.decode.path_counts["ragged"] = 3
@@ -226,7 +226,7 @@ def test_a_curve_is_whole_where_all_members_and_a_long_context_have_room(
     assert curve.is_whole == is_whole
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("llama", "rows"), ("lfm2", "alone")])
+@pytest.mark.parametrize(("name", "kinds"), [("llama", "rows"), ("lfm2", "padded")])
 def test_what_a_longer_context_costs_is_measured_with_one_row_and_with_many(
     name: str, kinds: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
-"""Verification of one sequence alone: logits, caches and checkpoints are those of mlx-lm's
-caches, token by token.
+"""Verification of sequences of which rejected tokens are rolled back: logits, caches and
+checkpoints are those of mlx-lm's caches, token by token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.kv.attach import detach
 from mlx_blockpool.kv.build import open_pool
 from mlx_blockpool.kv.other_caches import PooledArraysCache
-from mlx_blockpool.kv.pending_tokens import PendingBatch, PendingTokens
+from mlx_blockpool.kv.pending_tokens import PendingTokens
 from mlx_blockpool.kv.prompt_cache import (
     batch_of,
     leaves_of,
@@ -35,7 +35,9 @@ from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import blocks_for
 
 # States next to full layers, in one layer with them, and without any; chunks of 32 tokens.
-NAMES = ["qwen3_next", "lfm2", "falcon_h1", "mamba2", "llama4"]
+NAMES = ["qwen3_5", "qwen3_next", "lfm2", "falcon_h1", "mamba2", "llama4"]
+# States that take padding in.
+UNPADDED = ["jamba", "olmo_hybrid"]
 MOST = 17
 # Verifications from these places end before, at and after the end of a block.
 STARTS = [238, 250, 255, 256]
@@ -72,7 +74,7 @@ def stock_of(name: str, start: int, count: int) -> Stock:
     return found
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=only(NAMES, *NAMES[1:]))
 def name(request: pytest.FixtureRequest) -> Iterator[str]:
     """A model, attached where it can be."""
     yield request.param
@@ -91,7 +93,13 @@ def opened(name: str, start: int) -> list[Any]:
 def verify(name: str, caches: list[Any], start: int, count: int, kept: int) -> PendingTokens:
     """`kept` tokens that come next in tokens_of(), and wrong ones up to `count`."""
     drafts = tokens_of(start + kept)[start:] + [WRONG] * (count - kept)
-    return PendingTokens(make_model(name), caches, drafts)
+    return PendingTokens(make_model(name), caches, [drafts], merges=False)
+
+
+def accept(pending: PendingTokens, kept: int) -> int:
+    """Returns how many tokens the caches of the one sequence hold then."""
+    (held,) = pending.accept([kept])
+    return held
 
 
 def assert_near(found: mx.array, expected: mx.array) -> None:
@@ -127,12 +135,14 @@ def test_kept_tokens_are_as_computed_one_by_one(name: str, start: int, count: in
         pending = verify(name, fork, start, count, kept)
         assert pending.logits.shape == (count, 131)
         assert_near(pending.logits[:kept], mx.stack(needed.logits[:kept]))
-        pending.accept(kept)
-        assert_like(fork, needed.caches[kept - 1])
-        assert [len(table) for table in sequence_of(fork).tables] == [
-            blocks_for(start + kept)
-        ] * len(held)
-        logits = make_model(name)(mx.array([[tokens_of(start + kept + 1)[-1]]]), cache=fork)
+        at = start + accept(pending, kept)
+        assert at == start + (kept if kept == count or name == "llama4" else 0)
+        if at > start:
+            assert_like(fork, needed.caches[kept - 1])
+        assert [len(table) for table in sequence_of(fork).tables] == [blocks_for(at)] * len(held)
+        # What was rolled back comes again.
+        logits = make_model(name)(mx.array([tokens_of(start + kept + 1)[at:]]), cache=fork)
+        assert_like(fork, needed.caches[kept])
         assert_near(logits[0, -1], needed.logits[kept])
         pool.check()
     del fork, pending
@@ -148,14 +158,17 @@ def test_a_long_reply_of_random_verifications_after_a_shared_block(name: str, se
     own, other = sequence_of(caches), copy.deepcopy(caches)
     # It takes the place after the shared block, so that the sequence is in two pieces.
     mx.eval(model(mx.array([tokens_of(3)]), cache=other), [c.state for c in other])
-    at = start
+    at = known = start
     while at < end:
-        count = min(rng.randint(1, MOST), end - at)
-        kept = rng.choice([1, count, rng.randint(1, count)])
+        # All that was accepted comes again with the next tokens.
+        count = min(known - at + rng.randint(0, MOST), end - at)
+        count = max(count, known - at, 1)
+        kept = rng.choice([max(known - at, 1), count, rng.randint(max(known - at, 1), count)])
         pending = verify(name, caches, at, count, kept)
         assert_near(pending.logits[:kept], needed[at : at + kept])
-        pending.accept(kept)
-        at += kept
+        known = at + kept
+        at += accept(pending, kept)
+        assert at in (known, known - kept)
     assert_like(caches, theirs)
     assert all(len(own.slab_runs(table.group, end)) == 2 for table in own.tables)
     own.pool.check()
@@ -165,10 +178,11 @@ def test_slabs_stay_where_they_are(name: str) -> None:
     caches = opened(name, 250)
     arena = sequence_of(caches).arena
     before = addresses(arena)
-    for at, count, kept in [(250, 9, 3), (253, 17, 17), (270, 5, 1), (271, 4, 3)]:
+    at = 250
+    for count, kept in [(9, 3), (20, 20), (5, 1), (4, 3)]:
         pending = verify(name, caches, at, count, kept)
         mx.eval(mx.argmax(pending.logits, axis=-1))
-        pending.accept(kept)
+        at += accept(pending, kept)
     assert addresses(arena) == before
 
 
@@ -182,18 +196,19 @@ def test_what_is_kept_for_others_has_no_rejected_token(name: str, start: int, ke
     """A checkpoint of the caches is resumed by another sequence; 256 tokens are a whole block."""
     model = make_model(name)
     prefix = PrefixCache(open_pool(model, POOL))
-    at, known = start + kept, tokens_of(start + kept)
+    known = tokens_of(start + kept)
     needed = stock_of(name, max(start, 1), 12)
     hit = prefix.acquire(tokens_of(start + 20), 20)
     if start:
         mx.eval(model(mx.array([known[:start]]), cache=hit.caches), [c.state for c in hit.caches])
-    verify(name, hit.caches, start, 9, kept).accept(kept)
-    assert prefix.release(known, hit.caches) == at
+    at = start + accept(verify(name, hit.caches, start, 9, kept), kept)
+    assert prefix.release(known[:at], hit.caches) == at
     again = prefix.acquire(tokens_of(at + 1), 20)
     assert len(again.rest) == 1
     assert tokens_held(again.caches) in (0, at)
-    logits = model(mx.array([again.rest]), cache=again.caches)[0, -1]
-    assert_near(logits, needed.logits[at - max(start, 1)])
+    if at >= max(start, 1):
+        logits = model(mx.array([again.rest]), cache=again.caches)[0, -1]
+        assert_near(logits, needed.logits[at - max(start, 1)])
     prefix.discard(again.caches)
     prefix.check()
     prefix.pool.check()
@@ -204,59 +219,89 @@ def test_what_is_kept_for_others_has_no_rejected_token(name: str, start: int, ke
 
 def test_a_sequence_without_states_or_with_empty_ones_starts_with_a_verification(name: str) -> None:
     caches = opened(name, 0)
-    pending = PendingTokens(make_model(name), caches, tokens_of(3) + [WRONG] * 4)
-    pending.accept(3)
+    pending = verify(name, caches, 0, 7, 3)
+    at = accept(pending, 3)
     expected = make_model(name)(mx.array([tokens_of(4)]), cache=stock(make_model(name)))[0, -1]
-    assert_near(make_model(name)(mx.array([tokens_of(4)[3:]]), cache=caches)[0, -1], expected)
+    assert_near(make_model(name)(mx.array([tokens_of(4)[at:]]), cache=caches)[0, -1], expected)
 
 
+@pytest.mark.parametrize("type_", only([*NAMES, *UNPADDED], "qwen3_5", "lfm2", "jamba", "llama4"))
 @pytest.mark.parametrize("seed", seeds(1, 8))
-def test_members_of_a_batch_with_and_without_drafts(name: str, seed: int) -> None:
-    rng, model, starts = random.Random(seed), make_model(name), [3, 250, 40]
+def test_members_of_a_batch_are_verified_together(type_: str, seed: int) -> None:
+    """With and without drafts, and with tokens that come again: one forward, unless padding would
+    reach the states.
+    """
+    rng, model, starts = random.Random(seed), make_model(type_), [3, 250, 0, 40]
     arena = open_pool(model, POOL)
-    if not arena.capabilities.ragged:
+    ragged = arena.capabilities.ragged
+    if not ragged:
         # Its caches do not merge.
         starts = starts[1:2]
+    forwards = Counted(model)
     sequences = [make_prompt_cache(model, arena) for _ in starts]
     for start, caches in zip(starts, sequences, strict=True):
-        mx.eval(model(mx.array([tokens_of(start)]), cache=caches), [c.state for c in caches])
+        if start:
+            mx.eval(model(mx.array([tokens_of(start)]), cache=caches), [c.state for c in caches])
     needed = model(mx.array([tokens_of(400)]), cache=stock(model))[0]
-    batch, at, before = (
-        batch_of(sequences) if arena.capabilities.ragged else sequences[0],
-        starts,
-        addresses(arena),
-    )
+    batch = batch_of(sequences) if ragged else sequences[0]
+    at, known = list(starts), list(starts)
+    before = addresses(arena)
     for _ in range(6):
-        counts = [rng.choice([1, 1, 5, MOST]) for _ in at]
-        kept = [rng.randint(1, count) for count in counts]
+        first = [max(k - i, 0) for i, k in zip(at, known, strict=True)]
+        kept = [again + rng.choice([1, 1, 5]) for again in first]
+        counts = [k + rng.choice([0, 0, 6]) for k in kept]
         drafts = [
             tokens_of(i + k)[i:] + [WRONG] * (n - k)
             for i, k, n in zip(at, kept, counts, strict=True)
         ]
-        pending = PendingBatch(model, batch, drafts, arena.capabilities.ragged)
+        forwards.count = 0
+        pending = PendingTokens(forwards, batch, drafts, ragged)
+        assert forwards.count == (len(set(counts)) if type_ in UNPADDED else 1)
         logits = mx.split(pending.logits, list(accumulate(counts))[:-1])
         for own, i, k in zip(logits, at, kept, strict=True):
             assert_near(own[:k], needed[i : i + k])
-        batch = pending.accept(kept)
-        at = [i + k for i, k in zip(at, kept, strict=True)]
+        held = pending.accept(kept)
+        batch = pending.layers
+        known = [i + k for i, k in zip(at, kept, strict=True)]
+        at = [i + h for i, h in zip(at, held, strict=True)]
         assert addresses(arena) == before
     for i, here in enumerate(at):
-        theirs = stock(model)
-        mx.eval(model(mx.array([tokens_of(here)]), cache=theirs))
-        assert_like(member_of(batch, i) if arena.capabilities.ragged else batch, theirs)
+        if here:
+            theirs = stock(model)
+            mx.eval(model(mx.array([tokens_of(here)]), cache=theirs))
+            assert_like(member_of(batch, i) if ragged else batch, theirs)
     arena.pool.check()
+    detach(model)
+
+
+class Counted:
+    """A model, and how often it was called."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.count = 0
+
+    def __call__(self, *given: Any, **more: Any) -> mx.array:
+        self.count += 1
+        logits: mx.array = self.model(*given, **more)
+        return logits
 
 
 @pytest.mark.parametrize("kept", [0, 4])
 def test_at_least_one_token_is_kept_and_no_more_than_there_are(kept: int) -> None:
     pending = verify("mamba2", opened("mamba2", 5), 5, 3, 2)
     with pytest.raises(AssertionError, match=f"{kept} tokens kept of 3"):
-        pending.accept(kept)
+        pending.accept([kept])
 
 
 @pytest.mark.parametrize(
     ("type_", "expected"),
-    [*((name, "alone") for name in NAMES), ("gpt_oss", "rows"), ("gear", None)],
+    [
+        *((name, "padded") for name in NAMES[:-1]),
+        *((name, "alone") for name in ["llama4", *UNPADDED]),
+        ("gpt_oss", "rows"),
+        ("gear", None),
+    ],
 )
 def test_how_a_model_verifies(type_: str, expected: str | None) -> None:
     """A full window takes nothing back, and states are no rows: gear has both."""
