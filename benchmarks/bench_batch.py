@@ -45,7 +45,7 @@ class System:
         pool_bytes = 3 * sum(contexts) * 2 * size[1] * size[3] * self.dim * 4
         self.pool = open_pool(self.model, pool_bytes, attach=False) if pooled else None
         if self.pool is not None:
-            self.pool.capabilities = Capabilities("ragged" if bind(self.model) else None)
+            self.pool.capabilities = Capabilities(ragged=bool(bind(self.model)))
 
     def caches(self, context: int) -> list[Any]:
         made = (

@@ -48,7 +48,7 @@ class System:
     def __init__(self, model: Any, drafts: str, curve: CostCurve | None = None) -> None:
         bind(model)
         self.arena = open_pool(model, POOL_BYTES, attach=False)
-        self.arena.capabilities = Capabilities("ragged", verifies="rows")
+        self.arena.capabilities = Capabilities(ragged=True, verifies="rows")
         caches = PooledCaches(TieredPrefixCache(self.arena))
         caches.curve = curve
         self.engine = BlockPoolBatchEngine(

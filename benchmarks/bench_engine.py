@@ -24,7 +24,7 @@ from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.build import open_pool
 from mlx_blockpool.kv.capabilities import RAGGED
-from mlx_blockpool.model_files.memory import batch_memory
+from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
 VOCAB = 2048
@@ -234,18 +234,17 @@ def bench_waste(args: Any, model: Any, lengths: list[int]) -> None:
     filled(ours, lengths)
     live = ours.engine.live
     tables = [(running.caches or [])[0].sequence.tables for running in live]
-    held = [
-        len({block for own in tables for block in own[g].ids})
-        for g in range(len(ours.arena.spec.groups))
-    ]
-    memory = batch_memory(ours.arena.spec, [len(r.tokens) for r in live], held).bytes
+    tokens = [len(r.tokens) for r in live]
+    allocated = BLOCK_TOKENS * len({block for (own,) in tables for block in own.ids})
+    # BatchKVCache.merge() allocates the length of the longest sequence for each.
+    padded = len(tokens) * max(tokens)
     report(
         args,
         "engine",
         f"{len(lengths)} agents of {lengths[0]} to {lengths[-1]} tokens",
-        waste=round(memory.pool.waste_share, 4),
-        padded_waste=round(memory.padded.waste_share, 4),
-        ratio=round(memory.ratio, 2),
+        waste=round(1 - sum(tokens) / allocated, 4),
+        padded_waste=round(1 - sum(tokens) / padded, 4),
+        ratio=round(padded / allocated, 2),
     )
 
 

@@ -59,7 +59,7 @@ class System:
         spec = describe(self.model).with_bits(KVBits(BITS, BITS, DIM) if quantised else None)
         pool_bytes = 2 * sum(map(blocks_for, tokens)) * spec.bytes_per_block(spec.groups[0])
         arena = KVArena(spec, pool_bytes, PoolConfig(preallocate=True))
-        arena.capabilities = Capabilities("ragged" if bind(self.model) else None)
+        arena.capabilities = Capabilities(ragged=bool(bind(self.model)))
         return arena
 
     def caches(self) -> list[Any]:

@@ -41,7 +41,7 @@ class System:
         blocks = prefix // BLOCK_TOKENS + 2 * SEQUENCES
         self.pool = open_pool(self.model, 4 * blocks * size, attach=False) if pooled else None
         if self.pool is not None:
-            self.pool.capabilities = Capabilities("ragged" if bind(self.model) else None)
+            self.pool.capabilities = Capabilities(ragged=bool(bind(self.model)))
             self.pool.decode.costs = measure_paths(self.model, self.pool)
         self.batch = [
             type(layer[0]).merge(list(layer)) for layer in zip(*self._sequences(), strict=True)

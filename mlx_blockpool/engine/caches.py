@@ -1,7 +1,7 @@
 """Caches: what the engine takes layer caches and blocks from, and where what it computed is cached.
 
-PooledCaches has them in a pool, PaddedCaches all but its batches, StockCaches none. Knows
-sequences; runs no model. Owned by the generation thread.
+PooledCaches has them in a pool, StockCaches has none. Knows sequences; runs no model. Owned by the
+generation thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ..config import EngineConfig
 from ..drafts.curve import CostCurve
 from ..errors import PoolExhaustedError
 from ..kv.prompt_cache import tokens_held
-from ..model_files.memory import batch_memory
 from ..prefix.lookup import Lookup
 from ..prefix.salts import SHARED
 from ..prefix.trie import PrefixRef
@@ -44,8 +43,8 @@ class Caches:
     """Layer caches of requests, and the prompts that are cached. This base class is for caches
     without pool and disk.
 
-    ragged:            batches need no padding, and members retain their caches while they decode.
-    merges:            several sequences may decode together.
+    ragged:            several sequences decode together, each in its own caches; otherwise one
+                       sequence runs at a time.
     needs_checkpoints: a prompt can be resumed only where a checkpoint was cached.
     no_drafts:         why nothing is drafted, whatever the model can do; None: it may be.
     curve:             the seconds of forwards by their rows, where they were measured.
@@ -53,15 +52,15 @@ class Caches:
     unmeasurable:      what of it will not be measured for this load, and why.
     """
 
-    ragged = False
     needs_checkpoints = True
     no_drafts: str | None = None
     curve: CostCurve | None = None
     is_unmeasured = False
     unmeasurable: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, merges: bool) -> None:
-        self.merges = merges
+    @property
+    def ragged(self) -> bool:
+        return False
 
     @property
     def caches_chunks(self) -> bool:
@@ -193,14 +192,9 @@ class Caches:
 
 
 class PooledCaches(Caches):
-    """Caches in the pool of `prefix`, for a model that was attached: batches are ragged and live
-    in the pool.
-    """
+    """Caches in the pool of `prefix`."""
 
-    ragged = True
-
-    def __init__(self, prefix: TieredPrefixCache, merges: bool = True) -> None:
-        super().__init__(merges)
+    def __init__(self, prefix: TieredPrefixCache) -> None:
         self.prefix = prefix
         self.needs_checkpoints = prefix.arena.spec.needs_checkpoints
         # Where each agent's last turn ended, until the server has noted it.
@@ -212,6 +206,10 @@ class PooledCaches(Caches):
         # As of the last advance(): the restores that had released their blocks, those of others
         # included, and the lent caches.
         self._released = self._lent = 0
+
+    @property
+    def ragged(self) -> bool:
+        return self.prefix.arena.capabilities.ragged
 
     @property
     def num_arrived(self) -> int:
@@ -436,43 +434,3 @@ class PooledCaches(Caches):
     def release_all(self) -> None:
         self.end_restores()
         self.prefix.release_all()
-
-
-class PaddedCaches(PooledCaches):
-    """Prefixes in the pool, batches in mlx-lm's padded caches, for a model that was not attached.
-
-    A batch has `batch_bytes` in addition to the pool.
-    """
-
-    ragged = False
-
-    def __init__(self, prefix: TieredPrefixCache, batch_bytes: int) -> None:
-        # A model that gives other logits in a padded batch than alone runs one sequence at a time.
-        super().__init__(prefix, merges=prefix.arena.capabilities.batches == "padded")
-        self.batch_bytes = batch_bytes
-
-    def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
-        if others:
-            self._fit([*others, sequence])
-        return super().open(sequence, others)
-
-    def ensure_next_blocks(self, batch: Collection[Sequence], tokens: int = 1) -> None:
-        if not self.merges:
-            super().ensure_next_blocks(batch, tokens)
-        elif len(batch) > 1:
-            self._fit(batch)
-
-    def _fit(self, batch: Collection[Sequence]) -> None:
-        """Raises PoolExhaustedError if a padded batch would be too large.
-
-        One sequence alone never is.
-        """
-        needed = batch_memory(
-            self.prefix.arena.spec, [len(sequence.tokens) + 1 for sequence in batch]
-        ).bytes.grown.allocated
-        if needed > self.batch_bytes:
-            hint = (
-                f"The padded batch would take {needed} bytes and has {self.batch_bytes}. Raise "
-                "--pool-bytes."
-            )
-            raise PoolExhaustedError(len(batch), len(batch) - 1, 0, "batch", hint)

@@ -73,7 +73,7 @@ class BlockPoolBatchEngine:
         self.step_seconds = 0.0
         self.steps = DecodeSteps(self.config, caches, self.counts)
         self.scheduler = Scheduler(
-            self.config, caches, DecodeBatch(model, caches.merges, draw), self.counts, clock
+            self.config, caches, DecodeBatch(model, caches.ragged, draw), self.counts, clock
         )
         self._draw = draw
         self._work = BatchCounters()
@@ -241,7 +241,7 @@ class BlockPoolBatchEngine:
             sequence for sequence in scheduler.waiting if sequence.uid not in dropped
         ]
         scheduler.prefilling = []
-        scheduler.batch = DecodeBatch(self.model, self.caches.merges, self._draw)
+        scheduler.batch = DecodeBatch(self.model, self.caches.ragged, self._draw)
         scheduler.may_admit = True
         self.caches.release_all()
         return dropped

@@ -9,11 +9,10 @@ from ..config import KVBits, PoolConfig
 from ..errors import SpecError
 from ..kv.arena import KVArena
 from ..kv.build import default_pool_bytes, describe, open_served
-from ..kv.probe import batches_padded
 from ..ranks.group import ALONE, Ranks
 from ..store.prompt_store import PromptStore
 from ..tier.cache import TieredPrefixCache
-from .caches import PaddedCaches, PooledCaches
+from .caches import PooledCaches
 from .stock import GuardedPromptCache, StockCaches
 
 log = logging.getLogger(__name__)
@@ -39,33 +38,23 @@ def open_caches(
             log.info("no pool: %s", error)
         else:
             log.warning("no pool, and no %s: %s", bits, error)
-        return StockCaches(model, "", GuardedPromptCache(), batches_padded(model))
+        return StockCaches(model, "", GuardedPromptCache())
     if pool_bytes is None:
         pool_bytes = default_pool_bytes()
     config = PoolConfig(bits=bits)
-    return wrap(
-        open_served(model, spec, pool_bytes, config, ranks), pool_bytes, config, ranks=ranks
-    )
+    return wrap(open_served(model, spec, pool_bytes, config, ranks), config, ranks=ranks)
 
 
 def wrap(
     arena: KVArena,
-    pool_bytes: int,
     config: PoolConfig | None = None,
     store: PromptStore | None = None,
     ranks: Ranks = ALONE,
 ) -> PooledCaches:
-    """Caches in a pool of open_served(). What it does not take of `pool_bytes` is for a padded
-    batch.
-
-    `store` has the records of these weights.
-    """
-    (pool_bytes,) = ranks.least([pool_bytes])
+    """Caches in a pool of open_served(). `store` has the records of these weights."""
     prefix = TieredPrefixCache(arena, store=store, config=config or PoolConfig(), ranks=ranks)
     if arena.capabilities.synchronous:
         log.info(
             "Decode steps run one at a time; overlapping ones would copy the pool on this device"
         )
-    if arena.capabilities.ragged:
-        return PooledCaches(prefix)
-    return PaddedCaches(prefix, pool_bytes - arena.pool.pool_bytes - arena.state_bytes)
+    return PooledCaches(prefix)

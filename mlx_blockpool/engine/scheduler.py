@@ -132,7 +132,7 @@ class Scheduler:
 
     @property
     def _is_full(self) -> bool:
-        return len(self.live) >= (self.config.max_members if self.caches.merges else 1)
+        return len(self.live) >= (self.config.max_members if self.caches.ragged else 1)
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Return whether a prefill is about to compute the beginning of this prompt, and add a
@@ -217,9 +217,6 @@ class Scheduler:
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
         self.batch.join(sequence)
-        if not self.caches.ragged and self.caches.merges:
-            # The batch has copied them.
-            self.caches.discard(sequence)
 
     # -- reserve and preempt -----------------------------------------------------------------------
 
@@ -231,10 +228,8 @@ class Scheduler:
             except PoolExhaustedError:
                 if self.caches.end_restores():
                     continue
-                # Next to a padded batch, sequences in prefill hold no blocks that it could use.
-                live = self.live if self.caches.ragged else self.batch.members
                 # Also the last one: when it starts again, its own checkpoints may be evicted.
-                self.preempt(first_to_preempt(live))
+                self.preempt(first_to_preempt(self.live))
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's caches, and let it wait in its old place.

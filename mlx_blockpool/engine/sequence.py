@@ -39,7 +39,7 @@ class Sequence:
     computed:  how many of them the caches hold, once the step in flight has run.
     rolled_back: how many of them after those, in a batch, were accepted and are computed again by
                the next step.
-    caches:    the layer caches; None while it waits, or while a padded batch has them.
+    caches:    the layer caches; None while it waits.
     prefix:    the cached beginning of `tokens` that was found last; lookups continue from its end.
     logprobs:  of tokens[-1] where that was drawn and not emitted yet; without numbers where another
                process has drawn it.

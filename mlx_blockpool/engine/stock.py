@@ -26,8 +26,7 @@ class StockCaches(Caches):
     A sequence that continues is cached as a copy; the only limit is that of `prompts`.
     """
 
-    def __init__(self, model: Any, key: Any, prompts: GuardedPromptCache, merges: bool) -> None:
-        super().__init__(merges)
+    def __init__(self, model: Any, key: Any, prompts: GuardedPromptCache) -> None:
         self._model = model
         self._key = key
         self._prompts = prompts

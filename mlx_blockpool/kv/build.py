@@ -18,7 +18,7 @@ from ..plugins import spec_of_model, traced_spec
 from ..ranks.group import ALONE, Ranks, ranks_of
 from ..spec import ModelCacheSpec
 from .arena import KVArena
-from .attach import bind, detach, is_attached
+from .attach import classes_of, detach, is_attached, restore
 from .capabilities import Capabilities
 from .probe import probe
 from .shards import agreed, need_whole, without_collectives
@@ -75,12 +75,12 @@ def open_pool(
 
     attach: let the model's attention read blocks where they lie, if a few random tokens give the
     same logits that way. arena.capabilities says whether they did. If not, or with attach=False,
-    each acquire() copies the cached prefix into one piece, and batches are padded. max_kv_size:
-    what mlx-lm's make_prompt_cache means by it. config.bits: blocks hold keys and values in this
-    many bits. Raises ValueError if the model's attention cannot read such blocks. group: of
-    mx.distributed, as sharded_load() took it. All its ranks open a pool, and the least `pool_bytes`
-    counts; raises GroupError if their pools cannot be alike. spec: what describe() has returned; by
-    default it is called here.
+    each acquire() copies the cached prefix into one piece, and merge() copies sequences into
+    mlx-lm's padded batch. max_kv_size: what mlx-lm's make_prompt_cache means by it. config.bits:
+    blocks hold keys and values in this many bits. Raises ValueError if the model's attention cannot
+    read such blocks. group: of mx.distributed, as sharded_load() took it. All its ranks open a
+    pool, and the least `pool_bytes` counts; raises GroupError if their pools cannot be alike. spec:
+    what describe() has returned; by default it is called here.
     """
     config, ranks = config or PoolConfig(), ALONE if group is None else ranks_of(group, "tensor")
     spec = quantised(spec or describe(model, max_kv_size=max_kv_size, ranks=ranks), config.bits)
@@ -111,38 +111,37 @@ def open_served(
 
     Blocks hold keys and values in config.bits. A model whose attention does not read such blocks,
     or that would lose its batches by it, has keys and values as it computes them, with a warning.
-    If it is not attached, the pool has half of the bytes: padded batches are not in it. Raises
-    GroupError on all ranks if their pools cannot be alike, and PoolExhaustedError if the pool is
-    too small to probe the model.
+    Raises GroupError on all ranks if their pools cannot be alike, and PoolExhaustedError if the
+    pool is too small to probe the model.
     """
     try:
         wanted = quantised(spec, config.bits)
     except ValueError as error:
         log.warning("%s Keys and values stay in %s, and --kv-bits is not used.", error, spec.dtype)
         wanted = spec
-    was_attached, found = is_attached(model), list[Capabilities]()
-    text = (
-        "%s: its attention does not read quantised blocks. Keys and values stay in %s, and "
-        "--kv-bits is not used."
-    )
-    for each in dict.fromkeys((wanted, spec)):
-        if found and found[0].is_attached and not was_attached:
-            detach(model)
-        arena = allocate(each, pool_bytes, config, ranks)
-        arena.capabilities = probe(model, arena, ranks)
-        if arena.capabilities.ragged:
-            if each is not wanted:
-                log.warning(text, spec.model_id, spec.dtype)
-            return arena
-        found.append(arena.capabilities)
-        # Each pool frees its slabs before the next one allocates some.
-        del arena
-    if len(found) > 1 and found[0].is_attached and found[1].batches is None:
-        bind(model)
-        return allocate(wanted, pool_bytes, config, ranks, found[0])
-    if len(found) > 1:
-        log.warning(text, spec.model_id, spec.dtype)
-    return allocate(spec, pool_bytes // 2, config, ranks, found[-1])
+    was_attached = is_attached(model)
+    arena = allocate(wanted, pool_bytes, config, ranks)
+    found = arena.capabilities = probe(model, arena, ranks)
+    if found.ragged or wanted == spec:
+        return arena
+    classes = classes_of(model)
+    if not was_attached:
+        detach(model)
+    # The pool frees its slabs before the next one allocates some.
+    del arena
+    arena = allocate(spec, pool_bytes, config, ranks)
+    arena.capabilities = probe(model, arena, ranks)
+    if arena.capabilities.ragged or not found.is_attached:
+        log.warning(
+            "%s: its attention does not read quantised blocks. Keys and values stay in %s, and "
+            "--kv-bits is not used.",
+            spec.model_id,
+            spec.dtype,
+        )
+        return arena
+    del arena
+    restore(classes)
+    return allocate(wanted, pool_bytes, config, ranks, found)
 
 
 def allocate(

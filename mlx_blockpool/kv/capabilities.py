@@ -14,8 +14,8 @@ from typing import Literal
 class Capabilities:
     """What one model can do with one pool on this device.
 
-    batches:      how several sequences run in one forward: ragged, where attention reads blocks in
-                  place, or padded, in mlx-lm's own batch caches. None if they run one at a time.
+    ragged:       whether several sequences run in one forward, in which attention reads the blocks
+                  of each in place; otherwise they run one at a time.
     is_attached:  whether the model's attention attends through pooled caches, which quantised
                   blocks need.
     by_member:    whether some attention computes the members of a batch one after another.
@@ -33,7 +33,7 @@ class Capabilities:
     no_kernel:    why the other groups have no kernel, in words.
     """
 
-    batches: Literal["ragged", "padded"] | None = None
+    ragged: bool = False
     is_attached: bool = False
     by_member: bool = False
     differs: tuple[str, ...] = ()
@@ -44,10 +44,6 @@ class Capabilities:
     kernels: frozenset[int] = frozenset()
     no_kernel: Mapping[int, str] = field(default_factory=dict)
 
-    @property
-    def ragged(self) -> bool:
-        return self.batches == "ragged"
-
 
 # Of a model that tests and benchmarks attach without a probe.
-RAGGED = Capabilities("ragged", is_attached=True)
+RAGGED = Capabilities(ragged=True, is_attached=True)

@@ -268,12 +268,10 @@ class PooledLayer(Member):
 
     @classmethod
     def join(cls, caches: list[Any]) -> Any:
-        """merge() of caches whose owner no longer uses them: the batch continues in them and
-        copies nothing.
+        """merge() of caches of an attached model whose owner no longer uses them: the batch
+        continues in them and copies nothing.
         """
-        return (
-            PooledBatchCache(caches) if cls._is_ragged(caches) else cls._stock_batch.merge(caches)
-        )
+        return PooledBatchCache(caches)
 
     @classmethod
     def _is_ragged(cls, caches: list[Any]) -> bool:

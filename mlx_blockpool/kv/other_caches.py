@@ -88,12 +88,16 @@ class UnusedKVCache(KVCache):  # type: ignore[misc]
     def merge(cls, caches: list[Any]) -> UnusedBatch:
         return UnusedBatch()
 
+    join = merge
+
 
 class UnusedBatch(BaseCache):  # type: ignore[misc]
     """A batch of UnusedKVCaches."""
 
     def extract(self, idx: int) -> UnusedKVCache:
         return UnusedKVCache()
+
+    member = extract
 
     def filter(self, *_: Any, **__: Any) -> None:
         """A batch of empty caches has no rows, and nothing to pad."""
@@ -222,15 +226,9 @@ class PooledArraysCache(SequenceCache, ArraysCache):  # type: ignore[misc]
         return StateBatch([c._on(c.sequence.fork()) for c in caches])
 
     @classmethod
-    def join(cls, caches: list[Any]) -> ArraysCache:
-        """merge() of caches whose owner no longer uses them; mlx-lm's own batch where other
-        layers are in its padded ones.
-        """
-        return (
-            StateBatch(caches)
-            if all(c.sequence.arena.capabilities.ragged for c in caches)
-            else ArraysCache.merge(caches)
-        )
+    def join(cls, caches: list[Any]) -> StateBatch:
+        """merge() of caches of an attached model whose owner no longer uses them."""
+        return StateBatch(caches)
 
 
 @saved_as(ArraysCache)

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from ..config import KVBits
 from ..plugins import attention_adapters
 from ..ranks.group import ALONE, Ranks
-from ..spec import ChunkLayer, ModelCacheSpec, StateLayer
+from ..spec import ChunkLayer, ModelCacheSpec
 from .arena import KVArena
 from .attach import NAME, bind, classes_of, is_by_member, restore
 from .capabilities import Capabilities
@@ -85,7 +85,7 @@ def probe(
 
 
 def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Ranks) -> Capabilities:
-    """`found`, and how batches run. Attaches the model if it agrees then."""
+    """`found`, and whether batches are ragged. Attaches the model if it agrees then."""
     spec = arena.spec
     is_quantised = spec.bits is not None
 
@@ -103,31 +103,24 @@ def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Rank
         why = reads_blocks()
         return (why or reads_alone()) if on_all(ranks, why is None) else why
 
-    proofs = [
-        (Capabilities("ragged", is_attached=True), reads_both if is_quantised else reads_blocks)
-    ]
-    if not spec.batches:
-        proofs.clear()
+    proofs = [(True, reads_both if is_quantised else reads_blocks)] if spec.batches else []
     if is_quantised:
-        proofs.append((Capabilities(is_attached=True), reads_alone))
-    for proven, agrees in proofs:
-        arena.capabilities = replace(found, batches=proven.batches)
+        proofs.append((False, reads_alone))
+    for ragged, agrees in proofs:
+        arena.capabilities = replace(found, ragged=ragged)
         for by_member in (False, True):
             why = _attach_if(model, arena, agrees, ranks, by_member)
             if why is None:
                 return replace(
-                    found, batches=proven.batches, is_attached=True, by_member=is_by_member(model)
+                    found, ragged=ragged, is_attached=True, by_member=is_by_member(model)
                 )
             found = replace(found, differs=(*found.differs, why))
-    arena.capabilities = found
-    if is_quantised:
-        return found
-    return replace(found, batches="padded" if batches_padded(model, spec, ranks) else None)
+    return found
 
 
 def _verifies(model: Any, arena: KVArena, ranks: Ranks) -> Any:
     """Capabilities.verifies. Groups of ranks do not try."""
-    if not ranks.decides or arena.capabilities.batches == "padded":
+    if not ranks.decides:
         return None
     if arena.capabilities.ragged and _agrees_by_rows(model, arena):
         return "rows"
@@ -158,20 +151,6 @@ def _attach_if(
         if not passed:
             restore(before)
     return None if passed else why or "another rank's part differs"
-
-
-def batches_padded(model: Any, spec: ModelCacheSpec | None = None, ranks: Ranks = ALONE) -> bool:
-    """Return whether mlx-lm's own padded batch gives the logits of single sequences, on all ranks.
-    (gemma2's does not run.)
-
-    `spec`: of a model whose prompts are computed one at a time where it has states.
-    """
-    has_states = spec is not None and any(isinstance(leaf, StateLayer) for leaf in spec.leaves)
-    with without_collectives(model):
-        agrees = (spec is None or spec.batches) and not _difference(
-            model, lambda: _stock_caches(model, spec), not has_states, spec
-        )
-    return on_all(ranks, agrees)
 
 
 def _leaves_padding_out(model: Any, ranks: Ranks) -> bool:

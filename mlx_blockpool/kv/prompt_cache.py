@@ -114,15 +114,10 @@ class PooledCacheList(StandIn, CacheList):  # type: ignore[misc]
 
 
 def batch_of(caches: Iterable[list[Any]]) -> list[Any]:
-    """Batch caches of sequences whose own caches are no longer used: what merge() does, without
-    its forks.
+    """Batch caches of sequences of an attached model whose own caches are no longer used: what
+    merge() does, without its forks.
     """
-    return [_join(list(layer)) for layer in zip(*caches, strict=True)]
-
-
-def _join(layer: list[Any]) -> Any:
-    cls = type(layer[0])
-    return cls.join(layer) if hasattr(cls, "join") else cls.merge(layer)
+    return [type(layer[0]).join(list(layer)) for layer in zip(*caches, strict=True)]
 
 
 def begin_rows(batch: Iterable[Any], counts: Sequence[int]) -> None:
@@ -156,9 +151,7 @@ def member_of(batch: Iterable[Any], idx: int) -> list[Any]:
     """The caches of a sequence that leaves a batch for good: what extract() does, without its
     forks.
     """
-    return [
-        layer.member(idx) if hasattr(layer, "member") else layer.extract(idx) for layer in batch
-    ]
+    return [layer.member(idx) for layer in batch]
 
 
 def leaves_of(caches: Iterable[Any]) -> list[Any]:

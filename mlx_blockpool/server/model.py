@@ -27,7 +27,6 @@ from ..engine.sequence import Sequence as Suspended
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import FormError
 from ..kv.build import open_served
-from ..kv.probe import batches_padded
 from ..model_files.device import trim_memory
 from ..model_files.modelfile import positions_of
 from ..prefix.changes import AllCleared
@@ -202,9 +201,7 @@ class LoadedModel:
                 why,
             )
         if spec is None and provider.draft_model is None:
-            self.caches = StockCaches(
-                provider.model, provider.model_key, stock, batches_padded(provider.model)
-            )
+            self.caches = StockCaches(provider.model, provider.model_key, stock)
         self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)
 
     def _open_pooled(self, spec: ModelCacheSpec, pool_bytes: int) -> None:
@@ -213,7 +210,7 @@ class LoadedModel:
         # Before the store is opened, so that its budget spares the records of pinned agents.
         self._open_agents(store)
         try:
-            opened = wrap(arena, pool_bytes, self._config.pool, store, self.ranks)
+            opened = wrap(arena, self._config.pool, store, self.ranks)
             self.caches = self._measured(self, opened)
         except Exception:
             # Nothing else refers to the store's threads.
@@ -244,8 +241,7 @@ class LoadedModel:
             if bits is None
             else f"pooled caches, {bits}"
         )
-        batches = "padded batches" if self.caches.merges else "no batches"
-        return f"{whose}, {'ragged batches' if self.caches.ragged else batches}"
+        return f"{whose}, {'ragged batches' if self.caches.ragged else 'one request at a time'}"
 
     def open_engine(self) -> None:
         """Open an engine, unless one is open or the model runs without."""

@@ -20,7 +20,6 @@ from ..kv.arena import KVArena, state_share
 from ..kv.pool import BlockPool
 from ..kv.probe import may_read_quantised
 from ..kv.prompt_cache import sequence_of
-from ..model_files.memory import batch_memory
 from ..spec import FullLayer, ModelCacheSpec
 from ..store.identity import identity
 from ..store.prompt_store import PromptStore
@@ -219,21 +218,18 @@ def draft_report(engine: BlockPoolBatchEngine) -> dict[str, Any]:
     }
 
 
-def batch_report(prefix: TieredPrefixCache | None, batch: list[Sequence]) -> dict[str, Any] | None:
-    """Bytes that the running batch takes in the pool and would take padded.
+def batch_report(prefix: TieredPrefixCache | None, batch: list[Sequence]) -> dict[str, int] | None:
+    """Bytes of the running batch's blocks, and what they would be if none was shared.
 
-    None if it is not in the pool.
+    None if no sequence has blocks.
     """
-    batch = [sequence for sequence in batch if sequence.caches and sequence.computed]
-    if prefix is None or not prefix.arena.capabilities.ragged or not batch:
+    caches = [sequence.caches for sequence in batch if sequence.caches and sequence.computed]
+    if prefix is None or not caches:
         return None
-    held = [
-        blocks for sequence in batch if (blocks := sequence_of(sequence.caches or [])) is not None
-    ]
-    counts = [
-        len({id for blocks in held for id in blocks.tables[g].ids})
-        for g in range(len(prefix.arena.spec.groups))
-    ]
-    return batch_memory(
-        prefix.arena.spec, [sequence.computed for sequence in batch], counts
-    ).bytes.as_dict()
+    held = [blocks for own in caches if (blocks := sequence_of(own)) is not None]
+    spec, found = prefix.arena.spec, {"bytes": 0, "unshared_bytes": 0}
+    for number, group in enumerate(spec.groups):
+        ids = [id for blocks in held for id in blocks.tables[number].ids]
+        found["bytes"] += len(set(ids)) * spec.bytes_per_block(group)
+        found["unshared_bytes"] += len(ids) * spec.bytes_per_block(group)
+    return found

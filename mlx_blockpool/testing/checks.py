@@ -44,9 +44,8 @@ HINT = (
 BITS = KVBits()
 REPLY_TOKENS = 16
 IN_BATCHES = {
-    "ragged": "several sequences in one step, whose blocks are read in place",
-    "padded": "several sequences in one step, in mlx-lm's padded batch",
-    None: "one sequence at a time, because the model's batches are wrong",
+    True: "several sequences in one step, whose blocks are read in place",
+    False: "one sequence at a time, because the model's batches are wrong",
 }
 
 
@@ -236,7 +235,7 @@ def check_restart(subject: Subject) -> str:
 
 def check_batch(subject: Subject) -> str:
     """What the proof at load finds: whether several sequences run in one step."""
-    return IN_BATCHES[_proven(subject, None).batches]
+    return IN_BATCHES[_proven(subject, None).ragged]
 
 
 def check_quantised(subject: Subject) -> str:
@@ -245,7 +244,7 @@ def check_quantised(subject: Subject) -> str:
         raise NotCheckedError(
             "No keys or values have a size that is a multiple of 32: blocks store them unquantised."
         )
-    return IN_BATCHES[_proven(subject, BITS).batches]
+    return IN_BATCHES[_proven(subject, BITS).ragged]
 
 
 def _proven(subject: Subject, bits: KVBits | None) -> Capabilities:

@@ -19,7 +19,7 @@ from mlx_blockpool.testing import ConformanceError, NotCheckedError, Subject
 from mlx_blockpool.testing.runs import HINT, allowed, cold, cut, distance
 
 CHUNK = 64
-# Attention over several runs of blocks, and padded batches, sum in another order.
+# Attention over several runs of blocks sums in another order.
 TOLERANCE = 1e-4
 # Sums in another order now and then move a quantised number by a whole step.
 QUANTISED_TOLERANCE = 1e-2
@@ -39,7 +39,7 @@ def side_by_side(subject: Subject, bits: KVBits | None = None) -> str:
             "The model's attention does not read quantised blocks: the server stores its keys and "
             "values unquantised."
         )
-    caches = wrap(arena, n_bytes)
+    caches = wrap(arena)
     engine = BlockPoolBatchEngine(subject.model, caches, EngineConfig(prefill_tokens=CHUNK))
     try:
         reach = max([AROUND, *subject.short_sizes])
@@ -129,10 +129,4 @@ class _Requests:
 
 
 def _how(caches: PooledCaches) -> str:
-    return (
-        "ragged"
-        if caches.ragged
-        else "padded"
-        if caches.merges
-        else "one at a time, because the model's batches are wrong"
-    )
+    return "ragged" if caches.ragged else "one at a time, because the model's batches are wrong"

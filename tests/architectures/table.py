@@ -44,7 +44,7 @@ def row_of(caches: Any, bits: str) -> Row:
 
 
 def batch_of(caches: Any) -> str:
-    return "ragged" if caches.ragged else "padded" if caches.merges else "one at a time"
+    return "ragged" if caches.ragged else "one at a time"
 
 
 def quantised(name: str) -> str:

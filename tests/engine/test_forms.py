@@ -23,7 +23,7 @@ from engine.engines import (
     words,
 )
 from engine.forms import EOS, FLAGS, PERSON, SAYING, STOP, assert_stock_form, form_of, text_of
-from engine.test_other_caches import padded_engine, stock_engine
+from engine.test_other_caches import stock_engine, unattached_engine
 from mlx_lm.generate import StopSequences
 from thorough import only
 
@@ -168,9 +168,9 @@ def test_replies_of_every_model_are_those_of_mlx_lm_in_the_form(name: str) -> No
             assert_stock_form(name, prompt, schema, reply)
 
 
-@pytest.mark.parametrize("caches", only(["padded", "stock"], "padded"))
+@pytest.mark.parametrize("caches", only(["unattached", "stock"], "unattached"))
 def test_on_other_caches_replies_keep_their_forms_and_nothing_jumps(caches: str) -> None:
-    engine, _ = padded_engine("llama") if caches == "padded" else stock_engine("llama")
+    engine, _ = unattached_engine("llama") if caches == "unattached" else stock_engine("llama")
     uids = engine.insert_all(requests())
     told = drive(engine)
     assert engine.counts["jumps"] == 0

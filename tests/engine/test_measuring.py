@@ -59,13 +59,13 @@ def curve_of(
 ) -> CostCurve | None:
     """The curve of an engine that measures nothing else."""
     arena.decode.path = "ragged"
-    return measuring.measured(model, wrap(arena, 20_000_000), AUTO, measurements, name).curve
+    return measuring.measured(model, wrap(arena), AUTO, measurements, name).curve
 
 
 def paths_of(model: Any, arena: KVArena, measurements: Measurements) -> dict[int, PathCosts]:
     """The costs of decode paths of a new engine that measures nothing else."""
     arena.decode.costs = {}
-    measuring.measured(model, wrap(arena, 20_000_000), replace(AUTO, drafts="off"), measurements)
+    measuring.measured(model, wrap(arena), replace(AUTO, drafts="off"), measurements)
     return arena.decode.costs
 
 
@@ -227,9 +227,7 @@ def test_an_engine_measures_what_it_decides_by(
     measures: bool, drafts: Any, path: str, found: Any
 ) -> None:
     model, arena = opened(decode_path=path)
-    caches = measuring.measured(
-        model, wrap(arena, 20_000_000), EngineConfig(measures=measures, drafts=drafts)
-    )
+    caches = measuring.measured(model, wrap(arena), EngineConfig(measures=measures, drafts=drafts))
     assert (caches.curve, arena.decode.costs) == found
 
 
@@ -241,7 +239,7 @@ def test_where_the_thread_is_needed_nothing_is_measured_until_another_call(
     tmp_path: Path, measured: list[Any], measured_paths: list[Any]
 ) -> None:
     model, arena = opened()
-    caches = wrap(arena, 20_000_000)
+    caches = wrap(arena)
     measuring.measured(model, caches, AUTO, Measurements(tmp_path), interrupt=is_needed)
     assert (caches.curve, arena.decode.costs, caches.is_unmeasured) == (None, {}, True)
     assert (measured, measured_paths, Measurements(tmp_path).load()) == ([], [], [])
@@ -259,7 +257,7 @@ def test_what_is_remembered_is_taken_where_the_rest_is_not_measured(
     Measurements(tmp_path).save(
         measured_on(model, arena), "tiny", {remembered: figures[remembered]}
     )
-    caches = wrap(arena, 20_000_000)
+    caches = wrap(arena)
     measuring.measured(model, caches, AUTO, Measurements(tmp_path), interrupt=is_needed)
     found = {"curve": caches.curve == CURVE, "paths": arena.decode.costs == {0: COSTS}}
     assert [name for name, is_found in found.items() if is_found] == [remembered]
@@ -279,7 +277,7 @@ def test_paths_are_measured_first_so_that_the_forwards_of_the_curve_take_them(
     )
     monkeypatch.setattr(measuring, "measure_paths", lambda *_, **__: {0: COSTS})
     model, arena = opened()
-    measuring.measured(model, wrap(arena, 20_000_000), AUTO)
+    measuring.measured(model, wrap(arena), AUTO)
     assert known == [{0: COSTS}]
 
 
@@ -302,7 +300,7 @@ def open_small(cached: int) -> tuple[Any, PooledCaches]:
     model = new_model("llama")
     spec = describe(model)
     caches = wrap(
-        open_served(model, spec, BLOCKS * spec.bytes_per_block(spec.groups[0]), PoolConfig()), 0
+        open_served(model, spec, BLOCKS * spec.bytes_per_block(spec.groups[0]), PoolConfig())
     )
     tokens = [1 + i % 100 for i in range(BLOCK_TOKENS * cached)]
     if tokens:
@@ -385,7 +383,7 @@ def test_a_model_that_cannot_be_measured_is_served_without_and_not_tried_again(
     for name in ("measure_curve", "measure_paths"):
         monkeypatch.setattr(measuring, name, raising(error, calls))
     model, arena = opened()
-    caches = wrap(arena, 20_000_000)
+    caches = wrap(arena)
     for _ in range(2):
         measuring.measured(model, caches, AUTO)
         assert len(calls) == 2
@@ -405,7 +403,7 @@ def test_a_model_that_fails_on_some_batch_has_its_blocks_back(
         measuring, "measure_paths" if what == "curve" else "measure_curve", lambda *_, **__: None
     )
     model, arena = opened()
-    caches = wrap(arena, 20_000_000)
+    caches = wrap(arena)
     forward = type(model).__call__
 
     def fail(self: Any, inputs: mx.array, cache: Any = None, **more: Any) -> Any:

@@ -5,7 +5,6 @@ said where it does not.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +20,6 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.engine.stock import StockCaches
-from mlx_blockpool.kv import build
-from mlx_blockpool.kv.probe import probe
 from mlx_blockpool.kv.rounded_caches import rounded
 from mlx_blockpool.testing import tiny_model
 
@@ -42,22 +39,13 @@ def test_a_pool_holds_the_bits_that_are_asked_for(
     assert caches.prefix.pool.pool_bytes == ROOMY
 
 
-@pytest.mark.parametrize(
-    ("name", "merges"), [("gemma2", False), ("minimax_m3_vl", False), ("deepseek_v3", True)]
-)
-def test_attention_that_reads_no_quantised_blocks_has_others(
-    name: str, merges: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["phi3small", "minimax_m3_vl"])
+def test_attention_that_reads_no_quantised_blocks_has_others_and_all_of_the_bytes(
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if merges:
-        # It would be served one at a time, and loses its batches.
-        monkeypatch.setattr(
-            build,
-            "probe",
-            lambda *args: replace(probe(*args), is_attached=args[1].spec.bits is not None),
-        )
     caches: Any = open_caches(tiny_model(wide(CONFIGS[name])), ROOMY, bits=KVBits())
-    assert (caches.ragged, caches.merges, caches.prefix.arena.spec.bits) == (False, merges, None)
-    assert (caches.prefix.pool.pool_bytes, caches.batch_bytes) == (ROOMY // 2, ROOMY // 2)
+    assert (caches.ragged, caches.prefix.arena.spec.bits) == (False, None)
+    assert caches.prefix.pool.pool_bytes == ROOMY
     assert [
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
     ] == [f"{name}: {UNREAD}"]
@@ -100,13 +88,8 @@ def test_a_model_without_batches_has_quantised_blocks_and_all_of_the_bytes(
     engine = BlockPoolBatchEngine.open(model, ROOMY, EngineConfig(prefill_tokens=64), bits=KVBits())
     caches: Any = engine.caches
     arena = caches.prefix.arena
-    assert (caches.ragged, caches.merges, arena.spec.bits, caplog.text) == (
-        False,
-        False,
-        KVBits(),
-        "",
-    )
-    assert (arena.pool.pool_bytes, caches.batch_bytes) == (ROOMY, 0)
+    assert (caches.ragged, arena.spec.bits, caplog.text) == (False, KVBits(), "")
+    assert arena.pool.pool_bytes == ROOMY
     prompts = [words(1, 90), (*words(1, 70), *words(2, 9))]
     uids = [engine.insert(Request(prompt, 5)) for prompt in prompts]
     told = drive(engine)

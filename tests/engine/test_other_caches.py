@@ -1,5 +1,5 @@
-"""Models whose batches are not in the pool: mlx-lm's own caches, and padded batches beside the
-pool.
+"""Models that run one sequence at a time: on mlx-lm's own caches, and in a pool that is not
+attached.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ from engine.engines import StockReply, Told, assert_nothing_held, drive, words
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from models import make_model
-from thorough import only
 
 from mlx_blockpool.config import EngineConfig
-from mlx_blockpool.engine.caches import PaddedCaches
+from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.engine.stock import GuardedPromptCache, StockCaches
 from mlx_blockpool.kv.build import open_pool
-from mlx_blockpool.kv.capabilities import Capabilities
-from mlx_blockpool.kv.probe import batches_padded
-from mlx_blockpool.model_files.memory import batch_memory
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
 ROOMY = 40_000_000
@@ -44,11 +40,6 @@ def plain_model(name: str) -> Any:
 
 
 @functools.cache
-def batches(name: str) -> bool:
-    return batches_padded(plain_model(name))
-
-
-@functools.cache
 def expected(name: str, prompt: tuple[int, ...]) -> StockReply:
     return StockReply(plain_model(name), prompt)
 
@@ -61,20 +52,18 @@ def check(name: str, prompt: tuple[int, ...], found: list[int], count: int) -> N
 
 def stock_engine(name: str, **config: Any) -> tuple[BlockPoolBatchEngine, GuardedPromptCache]:
     known = GuardedPromptCache(50)
-    caches = StockCaches(plain_model(name), name, known, batches(name))
+    caches = StockCaches(plain_model(name), name, known)
     return BlockPoolBatchEngine(
         plain_model(name), caches, EngineConfig(**{"prefill_tokens": 128, **config})
     ), known
 
 
-def padded_engine(
-    name: str, batch_bytes: int = ROOMY, pool_bytes: int = ROOMY
+def unattached_engine(
+    name: str, pool_bytes: int = ROOMY
 ) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
-    arena = open_pool(plain_model(name), pool_bytes, attach=False)
-    arena.capabilities = Capabilities("padded" if batches(name) else None)
-    prefix = TieredPrefixCache(arena)
-    caches = PaddedCaches(prefix, batch_bytes)
-    return BlockPoolBatchEngine(plain_model(name), caches, EngineConfig(prefill_tokens=128)), prefix
+    prefix = TieredPrefixCache(open_pool(plain_model(name), pool_bytes, attach=False))
+    config = EngineConfig(prefill_tokens=128)
+    return BlockPoolBatchEngine(plain_model(name), PooledCaches(prefix), config), prefix
 
 
 def serve_all(engine: BlockPoolBatchEngine, name: str, count: int = 8) -> Told:
@@ -88,17 +77,11 @@ def serve_all(engine: BlockPoolBatchEngine, name: str, count: int = 8) -> Told:
 # -- mlx-lm's own caches ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "together"),
-    [("lfm2", True), ("gemma2", False), ("llama", True), ("gemma3_text", True)],
-)
-def test_on_mlx_lms_own_caches_replies_are_those_of_single_sequences(
-    name: str, together: bool
-) -> None:
-    assert batches(name) == together
+@pytest.mark.parametrize("name", ["lfm2", "gemma2", "llama", "gemma3_text"])
+def test_on_mlx_lms_own_caches_replies_are_those_of_single_sequences(name: str) -> None:
     engine, _ = stock_engine(name)
     serve_all(engine, name)
-    assert (engine.counts["decode_steps"] < engine.counts["tokens"]) == together
+    assert engine.counts["decode_steps"] >= engine.counts["tokens"]
     assert not engine.live
 
 
@@ -116,10 +99,10 @@ def test_on_mlx_lms_own_caches_a_second_turn_reuses_the_first(name: str) -> None
     assert known.nbytes > 0
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["mlx-lm's", "padded"])
+@pytest.mark.parametrize("own", [True, False], ids=["mlx-lm's", "unattached"])
 @pytest.mark.parametrize("name", ["lfm2", "gemma2"])
 def test_choices_for_one_prompt_compute_it_once(name: str, own: bool) -> None:
-    engine = (stock_engine(name) if own else padded_engine(name))[0]
+    engine = (stock_engine(name) if own else unattached_engine(name))[0]
     prompt = words(41, 40)
     uids = [engine.insert(Request(prompt, 4, group="one")) for _ in range(3)]
     told = drive(engine)
@@ -132,9 +115,8 @@ def test_choices_for_one_prompt_compute_it_once(name: str, own: bool) -> None:
     assert sorted(told.started[uid].cached for uid in uids) == [0, 39 - left, 39 - left]
 
 
-@pytest.mark.parametrize("name", ["lfm2", "llama"])
-def test_on_mlx_lms_own_caches_a_common_beginning_is_computed_once(name: str) -> None:
-    engine, _ = stock_engine(name)
+def test_on_mlx_lms_own_caches_a_common_beginning_is_computed_once() -> None:
+    engine, _ = stock_engine("llama")
     prompts = [(*COMMON, i, *words(20 + i, 60)) for i in range(3)]
     uids = [engine.insert(Request(prompt, 4)) for prompt in prompts]
     told = drive(engine)
@@ -145,7 +127,7 @@ def test_on_mlx_lms_own_caches_a_common_beginning_is_computed_once(name: str) ->
     drive(engine, told)
     assert told.started[uids[-1]].cached == 300
     for uid, prompt in zip(uids, prompts, strict=True):
-        check(name, prompt, told.tokens[uid], 4)
+        check("llama", prompt, told.tokens[uid], 4)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "gemma2"])
@@ -167,25 +149,21 @@ def test_on_mlx_lms_own_caches_cancel_keeps_what_was_computed(name: str, steps: 
     check(name, question, told.tokens[again], 4)
 
 
-# -- padded batches beside the pool ----------------------------------------------------------------
+# -- pools that are not attached -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "together"),
-    [("gemma2", False), ("llama", True), ("gemma3_text", True), ("gpt_oss", True)],
-)
-def test_in_padded_batches_replies_are_those_of_single_sequences(name: str, together: bool) -> None:
-    assert batches(name) == together
-    engine, prefix = padded_engine(name)
+@pytest.mark.parametrize("name", ["gemma2", "llama", "gemma3_text", "gpt_oss", "lfm2"])
+def test_in_a_pool_that_is_not_attached_replies_are_those_of_single_sequences(name: str) -> None:
+    engine, prefix = unattached_engine(name)
     serve_all(engine, name)
-    assert (engine.counts["decode_steps"] < engine.counts["tokens"]) == together
+    assert engine.counts["decode_steps"] >= engine.counts["tokens"]
     assert engine.counts["swapped_out"] == 0
     assert_nothing_held(prefix)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llama", "gemma3_text"])
-def test_in_padded_batches_a_second_turn_reuses_the_first(name: str) -> None:
-    engine, prefix = padded_engine(name)
+def test_in_a_pool_that_is_not_attached_a_second_turn_reuses_the_first(name: str) -> None:
+    engine, prefix = unattached_engine(name)
     first = engine.insert(Request(COMMON, 5))
     told = drive(engine)
     turn = (*COMMON, *told.tokens[first], *words(9, 20))
@@ -197,40 +175,9 @@ def test_in_padded_batches_a_second_turn_reuses_the_first(name: str) -> None:
     assert_nothing_held(prefix)
 
 
-@pytest.mark.parametrize("name", only(["llama", "gemma3_text", "gpt_oss"], "gpt_oss"))
-def test_a_padded_batch_that_grows_out_of_its_bytes_swaps_out_and_never_exceeds_them(
-    name: str,
-) -> None:
-    prompts = [words(i, 120 - 7 * i) for i in range(4)]
-    spec = open_pool(plain_model(name), ROOMY, attach=False).spec
-    size = batch_memory(spec, [200] * 3).bytes.grown.allocated
-    engine, prefix = padded_engine(name, batch_bytes=size)
-    uids = [engine.insert(Request(prompt, 200)) for prompt in prompts]
-
-    def fits(_: Told) -> None:
-        lengths = [len(r.tokens) for r in engine.scheduler.batch.members]
-        assert len(lengths) < 2 or batch_memory(spec, lengths).bytes.grown.allocated <= size
-
-    told = drive(engine, after=fits)
-    for uid, prompt in zip(uids, prompts, strict=True):
-        check(name, prompt, told.tokens[uid], 200)
-    assert 0 < engine.counts["swapped_out"] == engine.counts["swapped_in"] < 20, (
-        "not one that goes and comes all the time"
-    )
-    assert [e.uid for e in told.order if getattr(e, "finish_reason", None)] == uids
-    assert_nothing_held(prefix)
-
-
-def test_a_padded_batch_of_one_needs_no_bytes_of_its_own() -> None:
-    engine, prefix = padded_engine("llama", batch_bytes=1)
-    serve_all(engine, "llama", 3)
-    assert engine.counts["decode_steps"] >= engine.counts["tokens"]
-    assert_nothing_held(prefix)
-
-
 def test_a_model_that_does_not_batch_has_its_pool_to_one_sequence() -> None:
     spec = open_pool(plain_model("gemma2"), ROOMY, attach=False).spec
-    engine, prefix = padded_engine(
+    engine, prefix = unattached_engine(
         "gemma2", pool_bytes=2 * sum(map(spec.bytes_per_block, spec.groups))
     )
     uids = [engine.insert(Request(words(i, 250), 20)) for i in range(3)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, words
 from engine.forms import PERSON, STOP, form_of
-from engine.ranked_engines import CONFIG, MAKING, Plan, Rank, make_rank, rank_of, run_ranked
+from engine.ranked_engines import CONFIG, Plan, Rank, make_rank, run_ranked
 from engine.test_forms import requests, serve_all
 from engine.test_requests import after, no
 from mlx_lm.generate import StopSequences
@@ -19,17 +19,11 @@ from models import make_model
 from ranks.threads import ThreadRanks, joined, on_ranks
 
 from mlx_blockpool.config import EngineConfig, RankConfig
-from mlx_blockpool.engine.caches import PaddedCaches
 from mlx_blockpool.engine.request import Failed, Request
 from mlx_blockpool.errors import GroupLostError, RequestTooLargeError
-from mlx_blockpool.kv.build import open_pool
-from mlx_blockpool.kv.capabilities import Capabilities
-from mlx_blockpool.model_files.memory import batch_memory
 from mlx_blockpool.ranks.driver import GroupDriver
 from mlx_blockpool.ranks.facts import Cancel, Fail, Insert, read, write
-from mlx_blockpool.ranks.group import Ranks
 from mlx_blockpool.ranks.head import Head
-from mlx_blockpool.tier.cache import TieredPrefixCache
 
 N_BYTES = 4_000_000
 # The steps of one rank hang on the time that each takes, unless prompts go first.
@@ -53,17 +47,6 @@ class Arrivals(Plan):
         return bool(self.given)
 
 
-def padded(ranks: Ranks) -> Rank:
-    """A rank whose model is not attached, with a padded batch of few tokens."""
-    with MAKING:
-        arena = open_pool(plain_model(ranks.rank), N_BYTES, attach=False)
-    arena.capabilities = Capabilities("padded")
-    few = batch_memory(arena.spec, [200] * 3).bytes.grown.allocated
-    return rank_of(
-        ranks, plain_model(ranks.rank), PaddedCaches(TieredPrefixCache(arena), few), EngineConfig()
-    )
-
-
 def run(requests: list[Request]) -> tuple[list[int], Told, list[Rank]]:
     plan = Arrivals({0: requests})
     found = run_ranked(2, plan, lambda ranks: make_rank(ranks, "llama", N_BYTES, BY_COUNT))
@@ -85,21 +68,6 @@ def test_replies_in_forms_jump_on_both_ranks_as_on_one(seed: int | None) -> None
     for rank in ranks:
         assert rank.engine.counts == one.counts
     assert one.counts["jumps"] > 0
-
-
-@pytest.mark.thorough
-def test_ranks_stay_alike_in_padded_batches_too() -> None:
-    prompts = [*(words(i, 120 - 7 * i) for i in range(4)), (*words(1, 113), *words(9, 30))]
-    plan = Arrivals(
-        {0: [Request(prompt, 200) for prompt in prompts[:4]], 30: [Request(prompts[4], 5)]}
-    )
-    ranks = run_ranked(2, plan, padded)
-    for uid, prompt in zip(plan.uids, prompts, strict=True):
-        assert_stock("llama", prompt, ranks[0].told.tokens[uid])
-    for rank in ranks:
-        assert rank.engine.counts["swapped_out"] > 0
-        assert rank.engine.counts["decode_steps"] < rank.engine.counts["tokens"]
-        assert_nothing_held(rank.prefix)
 
 
 @pytest.mark.parametrize("who", ["sampler", pytest.param("processor", marks=pytest.mark.thorough)])

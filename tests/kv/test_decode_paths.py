@@ -269,7 +269,7 @@ class Batch:
         )
         self.arena = KVArena(describe(self.model).with_bits(bits), pool_bytes)
         assert self.arena.spec.bits == bits
-        self.arena.capabilities = Capabilities("ragged" if bind(self.model) else None)
+        self.arena.capabilities = Capabilities(ragged=bool(bind(self.model)))
         self.arena.decode.path, self.arena.decode.streams = path, streams
         if path == "kernel":
             trust(self.arena)

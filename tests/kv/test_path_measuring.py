@@ -47,7 +47,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 def pool_of(name: str, bits: KVBits | None = None) -> tuple[object, KVArena]:
     model = make_model(name, **({"hidden_size": 128, "head_dim": 32} if bits else {}))
     arena = KVArena(describe(model).with_bits(bits), 30_000_000)
-    arena.capabilities = Capabilities("ragged" if bind(model) else None)
+    arena.capabilities = Capabilities(ragged=bool(bind(model)))
     return model, arena
 
 

@@ -172,8 +172,8 @@ class CacheMachine(RuleBasedStateMachine):
         spec = ModelCacheSpec("test", layers, "float32").with_bits(bits)
         self.arena = KVArena(spec, 300 * sum(spec.bytes_per_block(group) for group in spec.groups))
         # Only attached models read quantised blocks.
-        batches: Any = "ragged" if attached or bits is not None else None
-        self.arena.capabilities = Capabilities(batches, pads_states=True)
+        ragged = attached or bits is not None
+        self.arena.capabilities = Capabilities(ragged=ragged, pads_states=True)
         self.token = 0
         self.single: list[Pair] = []
         self.batches: list[tuple[list[Any], list[Any], int]] = []

@@ -56,7 +56,7 @@ class PrefixMachine(ConversationMachine):
     )
     def start(self, size: int, slabs: int, ragged: bool, preallocate: bool) -> None:
         self.arena = KVArena(SPEC, size, PoolConfig(slabs=slabs, preallocate=preallocate))
-        self.arena.capabilities = Capabilities("ragged" if ragged else None)
+        self.arena.capabilities = Capabilities(ragged=ragged)
         self.pool_bytes = size
         self.prefix = PrefixCache(self.arena, "test")
         self.live: list[Conversation] = []
@@ -304,7 +304,7 @@ TestPrefixMachine = PrefixMachine.TestCase
 @pytest.mark.parametrize("ragged", [True, False])
 def test_a_pinned_prompt_stays_when_a_longer_one_takes_its_place_in_the_trie(ragged: bool) -> None:
     slabs = KVArena(SPEC, 400_000)
-    slabs.capabilities = Capabilities("ragged" if ragged else None)
+    slabs.capabilities = Capabilities(ragged=ragged)
     prefix = PrefixCache(slabs)
     system = list(family(1, 300))
     answer(prefix, system)

@@ -177,14 +177,14 @@ def test_a_draft_runs_on_pooled_caches_and_changes_no_reply(
         assert not any(c.held for c in known.pool.settle())
 
 
-def test_the_report_compares_the_running_batch_with_a_padded_one(
+def test_the_report_counts_what_the_running_batch_shares(
     wide_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three prompts that come together and are all computed before any goes on, so that they
-    decode as one batch.
+    """Three prompts with one beginning that come together and are all computed before any goes on,
+    so that they decode as one batch.
     """
     reports: list[dict[str, Any]] = []
-    prompts = ["a" * 100, "b" * 1500, "c" * 600]
+    prompts = ["a" * 600 + letter * 300 for letter in "bcd"]
     step = BlockPoolBatchEngine.next
 
     def reporting(self: BlockPoolBatchEngine) -> Any:
@@ -206,11 +206,10 @@ def test_the_report_compares_the_running_batch_with_a_padded_one(
             ]
         )
         widest = max(
-            (r["batch"] for r in reports if r["batch"]),
-            key=lambda batch: batch["padded"]["allocated"],
+            (r["batch"] for r in reports if r["batch"]), key=lambda batch: batch["unshared_bytes"]
         )
-        assert widest["padded"]["allocated"] > 1.5 * widest["pool"]["allocated"]
-        assert widest["pool"]["waste_share"] < 0.25
+        # Each has 4 blocks, and the first two are those of all.
+        assert widest["unshared_bytes"] * 8 == widest["bytes"] * 12
         assert reports[-1]["engine"]["decode_steps"] > 0
         client.settle()
         assert client.send("/v1/cache")[1]["batch"] is None

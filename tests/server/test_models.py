@@ -1,4 +1,4 @@
-"""Models and options that go another way through the server: padded batches, state layers,
+"""Models and options that go another way through the server: attention of another kind, states,
 drafts.
 """
 
@@ -31,9 +31,9 @@ def replies(client: Client, **options: Any) -> list[str]:
     return [text_of(a) for a in answers]
 
 
-@pytest.mark.parametrize(("name", "ragged"), [("gemma2", False), ("lfm2", True)])
+@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
 def test_models_with_attention_or_states_of_their_own_answer_as_stock(
-    name: str, ragged: bool, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     model = save_model(tmp_path / name, name)
     with stock_server(model) as stock:
@@ -44,17 +44,7 @@ def test_models_with_attention_or_states_of_their_own_answer_as_stock(
         assert replies(ours) == expected, "from what the first round left behind"
         ours.settle()
         report = ours.send("/v1/cache")[1]
-    assert (report["backend"], report["ragged"]) == ("blockpool", ragged)
-
-
-def test_prefixes_of_a_padded_model_are_in_blocks(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "gemma2", "gemma2")
-    with blockpool_server(model, "--pool-bytes", "40MB") as ours:
-        first = ours.chat(MESSAGES[0], max_tokens=4)
-        again = ours.chat(MESSAGES[0], max_tokens=4)
-        ours.settle()
-    assert cached_tokens(first["usage"]) == 0
-    assert cached_tokens(again["usage"]) == first["usage"]["prompt_tokens"] - 1
+    assert (report["backend"], report["ragged"]) == ("blockpool", True)
 
 
 def test_state_models_survive_the_prompt_that_kills_stock(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def own_pool(layer: Any, dtype: str, bits: KVBits | None = None) -> KVArena:
     """A pool for one cache of one layer."""
     spec = ModelCacheSpec("upstream", (layer,), dtype).with_bits(bits)
     slabs = KVArena(spec, 64 * sum(spec.bytes_per_block(group) for group in spec.groups))
-    slabs.capabilities = Capabilities("ragged" if ATTACHED else None)
+    slabs.capabilities = Capabilities(ragged=ATTACHED)
     return slabs
 
 

@@ -69,13 +69,7 @@ def against_stock(model: str) -> list[Finding]:
     prompts = [[*text[:SHARED], *text[i : i + length - SHARED]] for i, length in enumerate(PROMPTS)]
     expected = [_stock(network, prompt) for prompt in prompts]
     engine = BlockPoolBatchEngine.open(network, POOL_BYTES)
-    how = (
-        "in ragged batches"
-        if engine.caches.ragged
-        else "in padded batches"
-        if engine.caches.merges
-        else "one by one"
-    )
+    how = "in ragged batches" if engine.caches.ragged else "one by one"
     found = _pooled(engine, prompts)
     is_exact = network(mx.zeros((1, 1), mx.int32)).dtype == mx.float32
     engine.close()
