@@ -195,7 +195,11 @@ def _write(caches: list[Any], metadata: Metadata, path: Path) -> None:
     """Write a file of pooled caches atomically. Raises StoreError."""
     temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
     try:
-        save_prompt_cache(str(temporary), as_stock(caches), metadata)
+        try:
+            stock = as_stock(caches)
+        except ValueError as error:
+            raise StoreError(f"A prompt-cache file cannot hold this prefix: {error}") from error
+        save_prompt_cache(str(temporary), stock, metadata)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)

@@ -288,11 +288,11 @@ class PooledLayer(Member):
             cache.sequence.arena.capabilities.ragged for cache in pooled
         )
         need_one_form(pooled)
-        if not ragged and any(any(cache.forms) for cache in pooled):
+        if not ragged and any(any(cache.forms) or cache.place.layer.more for cache in pooled):
             raise ValueError(
-                "A padded batch of mlx-lm's cannot hold quantised keys and values. Attach the "
-                "model, as open_pool() does, and "
-                "make the caches of all sequences with mlx_blockpool.make_prompt_cache()."
+                "A padded batch of mlx-lm's cannot hold quantised keys and values, nor further "
+                "arrays. Attach the model, as open_pool() does, and make the caches of all "
+                "sequences with mlx_blockpool.make_prompt_cache()."
             )
         return ragged
 

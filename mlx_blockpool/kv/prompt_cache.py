@@ -163,13 +163,19 @@ def leaves_of(caches: Iterable[Any]) -> list[Any]:
 
 
 def as_stock(caches: Iterable[Any]) -> list[Any]:
-    """mlx-lm's own caches with the content of pooled ones, as its prompt-cache files take them."""
+    """mlx-lm's own caches with the content of pooled ones, as its prompt-cache files take them.
+
+    Raises ValueError for a layer with further arrays, which they have no place for.
+    """
     return [_as_stock(cache) for cache in caches]
 
 
 def _as_stock(cache: Any) -> Any:
     if isinstance(cache, CacheList):
         return CacheList(*as_stock(cache.caches))
+    if isinstance(cache, PooledLayer) and cache.place.layer.more and cache._stock in _STOCK:
+        names = ", ".join(array.name for array in cache.place.layer.more)
+        raise ValueError(f"mlx-lm's {cache._stock.__name__} has no place for {names}.")
     return KVCache() if isinstance(cache, UnusedKVCache) else type(cache).from_state(cache.state)
 
 

@@ -29,7 +29,7 @@ from mlx_blockpool.kv.shards import agreed, is_stage, without_collectives
 from mlx_blockpool.mlx_lm_compat import rebind
 from mlx_blockpool.prefix.eviction import eviction_order
 from mlx_blockpool.ranks.group import ALONE
-from mlx_blockpool.spec import ModelCacheSpec
+from mlx_blockpool.spec import ModelCacheSpec, TokenArray
 from mlx_blockpool.tier.opening import open_prefix
 
 # Ranks with more and fewer layers of the same kinds, in several orders.
@@ -114,6 +114,27 @@ def test_ranks_with_unlike_kinds_of_layers_are_refused_by_all() -> None:
 
     messages = on_ranks(2, refuse, "pipeline")
     assert "rank 1 has full x1 (1 heads, dim 2). Start fewer ranks" in messages[1]
+
+
+def test_ranks_with_other_arrays_are_refused_and_with_the_same_count_all_of_them() -> None:
+    index = TokenArray("index", 1, 2, "float16")
+    with_more = replace(FULL, more=(index,))
+
+    def agree(ranks: ThreadRanks, second: TokenArray) -> ModelCacheSpec:
+        layers = (replace(FULL, more=(second,)), WINDOW) if ranks.rank else (WINDOW, with_more)
+        return agreed(lambda: replace(PARTS[0], layers=layers), ranks)
+
+    specs = on_ranks(2, lambda ranks: agree(ranks, index), "pipeline")
+    assert [[group.layer for group in spec.groups] for spec in specs] == [[with_more, WINDOW]] * 2
+    assert [spec.bytes_per_block(spec.groups[0]) for spec in specs] == [4096 + 256 * 4] * 2
+    for second in (replace(index, dim=4), replace(index, quantisable=False)):
+
+        def refuse(ranks: ThreadRanks, second: TokenArray = second) -> str:
+            with pytest.raises(GroupError) as error:
+                agree(ranks, second)
+            return str(error.value)
+
+        assert "(1 heads, dim 2, index 1x2)" in on_ranks(2, refuse, "pipeline")[0]
 
 
 def test_a_part_that_one_rank_cannot_describe_is_refused_by_all() -> None:

@@ -5,7 +5,10 @@ alone holds, after any operations.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,16 +16,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel.emulation import why_not
+from kernel.trusted import trust
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from models import make_model
 from thorough import tried
 
+from mlx_blockpool.commands import cache_file
 from mlx_blockpool.config import KVBits, PoolConfig
-from mlx_blockpool.errors import PoolExhaustedError, SpecError
+from mlx_blockpool.errors import PoolExhaustedError, SpecError, StoreError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.build import describe, open_pool, open_served
-from mlx_blockpool.kv.capabilities import RAGGED
-from mlx_blockpool.kv.prompt_cache import batch_of, pooled_caches
+from mlx_blockpool.kv.capabilities import RAGGED, Capabilities
+from mlx_blockpool.kv.layer_caches import PooledKVCache
+from mlx_blockpool.kv.prompt_cache import as_stock, batch_of, pooled_caches
 from mlx_blockpool.kv.quantised import dense
 from mlx_blockpool.kv.rounded_caches import rounded_cache
 from mlx_blockpool.kv.sequence import join
@@ -283,6 +290,116 @@ def test_a_state_has_all_arrays_and_one_of_keys_and_values_alone_is_refused() ->
         ValueError, match="keys, values, index, wide, flags, and was given 2 arrays"
     ):
         pooled_caches(arena)[0].state = (*one.ours.keys_and_values(), 20)
+
+
+def test_mlx_lms_own_caches_which_have_no_place_for_further_arrays_are_refused(
+    tmp_path: Path,
+) -> None:
+    arena = make_arena(LAYERS["full"])
+    one, two = (Followed(arena, LAYERS["full"], i) for i in range(2))
+    one.write(20)
+    with pytest.raises(ValueError, match="mlx-lm's KVCache has no place for index, wide, flags"):
+        as_stock([one.ours])
+    with pytest.raises(StoreError, match="cannot hold this prefix: mlx-lm's KVCache"):
+        cache_file._write([one.ours], {}, tmp_path / "file.safetensors")
+    assert not list(tmp_path.iterdir())
+    arena.capabilities = Capabilities("padded")
+    with pytest.raises(ValueError, match=r"padded batch .* nor further arrays"):
+        PooledKVCache.merge([one.ours, two.ours])
+
+
+def test_exports_lose_words_of_layers_with_further_arrays() -> None:
+    layer = FullLayer(2, 64, 64, more=(TokenArray("index", 1, 64),))
+    spec = ModelCacheSpec("test", (layer,))
+    assert not cache_file.loses_words(spec)
+    assert cache_file.loses_words(spec.with_bits(KVBits(8, 8)))
+    assert not cache_file.loses_words(
+        replace(spec, layers=(FullLayer(2, 64, 64),)).with_bits(KVBits(8, 8))
+    )
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+LENGTHS = (700, 40, 300)
+
+
+def attended(
+    layer: FullLayer, path: str, bits: KVBits | None, streams: int
+) -> tuple[list[mx.array], str]:
+    """What plain attention finds in every kind of forward, and the path of the last step. Members
+    have a block in common.
+    """
+    spec = ModelCacheSpec("test", (layer, layer), "float32").with_bits(bits)
+    arena = KVArena(spec, 40 * spec.bytes_per_block(spec.groups[0]))
+    arena.capabilities = RAGGED
+    if path == "kernel":
+        trust(arena)
+    arena.decode.path, arena.decode.streams = path, streams
+    seeds = itertools.count(1)
+
+    def drawn(rows: int, count: int) -> list[mx.array]:
+        """The same keys and values whatever follows them."""
+        seed = next(seeds)
+        return [
+            mx.random.uniform(
+                0, 200, (rows, a.heads, count, a.dim), key=mx.random.key(seed + i)
+            ).astype(getattr(mx, spec.dtype_of(a)))
+            for i, a in enumerate(layer.arrays)
+        ]
+
+    def queries(rows: int, count: int) -> mx.array:
+        return mx.random.normal((rows, 4, count, 64), key=mx.random.key(next(seeds)))
+
+    found = []
+
+    def forward(cache: Any, rows: int, count: int) -> None:
+        mask = cache.make_mask(
+            count, return_array=False, window_size=getattr(layer, "max_size", None)
+        )
+        new = cache.update_and_fetch(*drawn(rows, count))
+        found.append(cache.attend(queries(rows, count), *new[:2], 0.01, mask, None))
+        mx.eval(found)
+
+    prefix = pooled_caches(arena)
+    for cache in prefix:
+        forward(cache, 1, 256)
+    sequences = [copy.deepcopy(prefix) for _ in LENGTHS]
+    for caches, length in zip(sequences, LENGTHS, strict=True):
+        for count in (length, 1):
+            for cache in caches:
+                forward(cache, 1, count)
+    batch = batch_of(sequences)
+    for cache in batch:
+        forward(cache, len(LENGTHS), 1)
+    counts = [3, 1, 2]
+    for cache in batch:
+        cache.begin_rows(counts)
+        forward(cache, sum(counts), 1)
+    step = arena.steps[0]
+    for cache in batch:
+        cache.commit_rows([2, 0, 1])
+    for cache in batch:
+        cache.prepare(lengths=[4, 2, 3], right_padding=[0, 2, 1])
+        forward(cache, len(LENGTHS), 4)
+        cache.finalize()
+    return found, step.path
+
+
+@pytest.mark.parametrize("bits", [None, KVBits(8, 4, 32)])
+@pytest.mark.parametrize(("path", "streams"), [("ragged", 1), ("shared", 2), ("kernel", 1)])
+@pytest.mark.parametrize("name", ["full", "window"])
+def test_plain_attention_reads_keys_and_values_alone(
+    name: str, path: str, streams: int, bits: KVBits | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "kernel" and why_not() is not None:
+        pytest.skip(str(why_not()))
+    # Kv heads are divided between streams.
+    monkeypatch.setattr("mlx_blockpool.kv.step.PARALLEL_KEYS", 0)
+    layer = LAYERS[name]
+    found, taken = attended(layer, path, bits, streams)
+    needed, _ = attended(replace(layer, more=()), path, bits, streams)
+    assert taken == ("kernel_rows" if path == "kernel" else "rows")
+    assert all(mx.array_equal(*pair).item() for pair in zip(found, needed, strict=True))
 
 
 # -- at load ---------------------------------------------------------------------------------------

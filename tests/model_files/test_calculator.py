@@ -36,6 +36,7 @@ from mlx_blockpool.spec import (
     LayerSpec,
     ModelCacheSpec,
     StateLayer,
+    TokenArray,
     WindowLayer,
 )
 
@@ -243,6 +244,20 @@ def test_parts_of_composite_layers_and_shapes_of_states_are_in_as_dict() -> None
         {"kind": "state", "arrays": [{"shape": [1, 3, 8], "dtype": "float32"}]},
         {"kind": "full", "kv_heads": 1, "key_dim": 64, "value_dim": 64},
     ]
+
+
+def test_further_arrays_are_in_as_dict_and_in_all_sums() -> None:
+    index = TokenArray("index", 2, 128, "float32", quantisable=False)
+    spec = ModelCacheSpec("m", (FullLayer(1, 64, 64, more=(index,)),) * 3)
+    found = ModelPlan(spec, "", Weights(), Memory(10**9, "machine"), 1, bits=KVBits(8, 8)).as_dict()
+    (group,) = json.loads(json.dumps(found["groups"]))
+    assert group["more"] == [
+        {"name": "index", "heads": 2, "dim": 128, "dtype": "float32", "quantisable": False}
+    ]
+    # 64 bytes and a pair of 2 for keys and for values; 2 heads of 128 numbers of 4 bytes.
+    per_token = 3 * (2 * (64 + 4) + 2 * 128 * 4)
+    assert group["bytes_per_token"] == found["kv"]["bits_8"]["bytes_per_token"] == per_token
+    assert found["kv"]["as_it_is"]["bytes_per_token"] == 3 * (2 * 128 + 1024)
 
 
 # -- mlx-lm's own quantised cache ------------------------------------------------------------------
