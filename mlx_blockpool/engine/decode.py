@@ -41,23 +41,23 @@ MOST_FOLLOWING = 2048
 NEVER = 1 << 30
 
 
-def compute_chunk(model: Any, chunk: Chunk, merges: bool) -> int:
+def compute_chunk(model: Any, chunk: Chunk, ragged: bool) -> int:
     """Compute the tokens [computed, end) of each row. Returns their number.
 
-    Several rows are padded on the right; caches ignore the padding.
+    Several rows, of a `ragged` batch, are padded on the right; caches ignore the padding.
     """
-    assert merges or len(chunk) == 1, "these caches cannot be merged"
+    assert ragged or len(chunk) == 1, "this model runs one sequence at a time"
     tokens = [row.tokens[row.computed : end] for row, end in chunk]
     caches = [row.caches or [] for row, _ in chunk]
-    layers = batch_of(caches) if merges else caches[0]
+    layers = batch_of(caches) if ragged else caches[0]
     padded_forward(model, tokens, layers)
     mx.eval([layer.state for layer in layers])
     for i, (row, end) in enumerate(chunk):
         row.computed = end
-        if merges:
+        if ragged:
             row.caches = member_of(layers, i)
     # The state of one row is a copy: not evaluated, it would retain those of all rows.
-    states = [state_caches(row.caches or []) for row, _ in chunk if merges]
+    states = [state_caches(row.caches or []) for row, _ in chunk if ragged]
     mx.eval([cache.cache for found in states for cache in found.values()])
     return sum(map(len, tokens))
 
@@ -88,13 +88,12 @@ class DecodeDebt:
 class DecodeBatch:
     """The sequences that decode together, and their layer caches in one batch.
 
-    `merges`: caches are merged as their classes do it; without that the batch holds one sequence at
-    most.
+    `ragged`: without that the batch holds one sequence at most, and the sequence's own caches.
     """
 
-    def __init__(self, model: Any, merges: bool, draw: Draw = draw) -> None:
+    def __init__(self, model: Any, ragged: bool, draw: Draw = draw) -> None:
         self.model = model
-        self.merges = merges
+        self.ragged = ragged
         self._draw = draw
         self.members: list[Sequence] = []
         self._layers: list[Any] = []
@@ -118,8 +117,10 @@ class DecodeBatch:
         assert sequence.computed == sequence.prefill_end, (
             f"{sequence.computed} tokens computed of {sequence.prefill_end}"
         )
-        assert self.merges or not self.members, "these caches cannot be merged"
-        own = batch_of([sequence.caches]) if self.merges else sequence.caches
+        assert self.ragged or not self.members, (
+            "a second sequence of a model that runs one at a time"
+        )
+        own = batch_of([sequence.caches]) if self.ragged else sequence.caches
         if self.members:
             for layer, joining in zip(self._layers, own, strict=True):
                 layer.extend(joining)
@@ -143,7 +144,7 @@ class DecodeBatch:
         keep = [i for i, member in enumerate(self.members) if member not in leaving]
         for i, member in enumerate(self.members):
             if member in leaving:
-                member.caches = member_of(self._layers, i) if self.merges else self._layers
+                member.caches = member_of(self._layers, i) if self.ragged else self._layers
                 member.rolled_back = 0
         self._layers = self._layers if keep else []
         for layer in self._layers:
@@ -161,7 +162,7 @@ class DecodeBatch:
         i = self.members.index(sequence)
         return (
             [layer.extract(i) for layer in self._layers]
-            if self.merges
+            if self.ragged
             else copy.deepcopy(self._layers)
         )
 
@@ -193,7 +194,7 @@ class DecodeBatch:
                 skip(len(run) - 1)
         rows = [(member, member.prefill_end) for member in runs if member.in_prefill]
         for chunk in [rows] if together and rows else [[row] for row in rows]:
-            compute_chunk(self.model, chunk, self.merges)
+            compute_chunk(self.model, chunk, self.ragged)
         for member in runs:
             self.join(member)
 
@@ -257,9 +258,7 @@ class DecodeBatch:
         of its drafts are rejected: its accepted ones are computed again by the next forward.
         """
         members = self._rows(drafts)
-        pending = PendingTokens(
-            self.model, self._layers, [rows.tokens for rows in members], self.merges
-        )
+        pending = PendingTokens(self.model, self._layers, [rows.tokens for rows in members])
         for rows in members:
             rows.member.computed += rows.again
         decoded = accept(pending.logits, members, least_forced)

@@ -297,7 +297,7 @@ class Scratch:
             else:
                 own = map(int, np.array(tokens[:, 0]))
                 given = [list(islice(own, count)) for count in counts]
-                pending = PendingTokens(self._model, batch, given, self._ragged)
+                pending = PendingTokens(self._model, batch, given)
                 mx.eval(_drawn(pending.logits))
                 pending.accept([1] * members)
         return watch.seconds

@@ -62,12 +62,8 @@ class PendingTokens:
              in their order.
     """
 
-    def __init__(
-        self, model: Any, layers: list[Any], tokens: Sequence[list[int]], merges: bool = True
-    ) -> None:
-        """`merges`: the caches were merged as their classes do it; otherwise they are those of one
-        sequence. Blocks are reserved for all tokens.
-        """
+    def __init__(self, model: Any, layers: list[Any], tokens: Sequence[list[int]]) -> None:
+        """`layers`: a batch, or the caches of one sequence. Blocks are reserved for all tokens."""
         self.layers = layers
         by_length: dict[int, list[int]] = defaultdict(list)
         for i, own in enumerate(tokens):
@@ -79,7 +75,7 @@ class PendingTokens:
             caches = [member_of(layers, i) for i in range(len(tokens))]
             parts = [batch_of([caches[i] for i in members]) for members in self._members]
         self._forwards = [
-            _Forward(model, part, [tokens[i] for i in members], merges)
+            _Forward(model, part, [tokens[i] for i in members])
             for part, members in zip(parts, self._members, strict=True)
         ]
         self.logits = mx.concatenate(self._in_order([forward.logits for forward in self._forwards]))
@@ -120,10 +116,7 @@ class PendingTokens:
 class _Forward:
     """One forward of PendingTokens. logits: of each sequence [tokens, vocabulary]."""
 
-    def __init__(
-        self, model: Any, layers: list[Any], tokens: Sequence[list[int]], merges: bool
-    ) -> None:
-        assert merges or len(tokens) == 1, "these caches cannot be merged"
+    def __init__(self, model: Any, layers: list[Any], tokens: Sequence[list[int]]) -> None:
         self.layers = layers
         self._counts = [len(own) for own in tokens]
         leaves = leaves_of(layers)

@@ -234,15 +234,15 @@ def _agrees_rolled_back(model: Any, arena: KVArena, prompts: list[list[int]]) ->
         caches = [make_prompt_cache(model, arena) for _ in prompts]
         for own, prompt in zip(caches, prompts, strict=True):
             _logits(model, [prompt], own)
-        merges = len(prompts) > 1
-        layers, more = batch_of(caches) if merges else caches[0], len(prompts) - 1
+        more = len(prompts) - 1
+        layers = batch_of(caches) if more else caches[0]
         # Of the first sequence some tokens are rejected, and all of the second are kept.
-        pending = PendingTokens(model, layers, [[*NEXT[0], 8, 9], *[NEXT[0]] * more], merges)
+        pending = PendingTokens(model, layers, [[*NEXT[0], 8, 9], *[NEXT[0]] * more])
         held = pending.accept([1] * len(prompts))
         # The rows of the first that are computed again come before its next one.
         again = NEXT[0] * (1 - held[0])
         tokens = [[*again, *NEXT[1], 7], *[NEXT[1]] * more]
-        logits = PendingTokens(model, pending.layers, tokens, merges).logits
+        logits = PendingTokens(model, pending.layers, tokens).logits
         return logits[mx.array([len(again), *[len(tokens[0])] * more])]
 
     return _compared(model, rolled_back, prompts, arena.spec) is None

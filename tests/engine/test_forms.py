@@ -246,9 +246,9 @@ def test_one_pass_takes_a_bounded_number_of_forced_tokens(monkeypatch: pytest.Mo
     passes: list[list[int]] = []
     run = decode_module.compute_chunk
 
-    def note(model: Any, chunk: Any, merges: bool) -> int:
+    def note(model: Any, chunk: Any, ragged: bool) -> int:
         passes.append([end - row.computed for row, end in chunk if not row.is_new])
-        return run(model, chunk, merges)
+        return run(model, chunk, ragged)
 
     monkeypatch.setattr(decode_module, "compute_chunk", note)
     engine, found, _ = serve_all(

@@ -93,7 +93,7 @@ def opened(name: str, start: int) -> list[Any]:
 def verify(name: str, caches: list[Any], start: int, count: int, kept: int) -> PendingTokens:
     """`kept` tokens that come next in tokens_of(), and wrong ones up to `count`."""
     drafts = tokens_of(start + kept)[start:] + [WRONG] * (count - kept)
-    return PendingTokens(make_model(name), caches, [drafts], merges=False)
+    return PendingTokens(make_model(name), caches, [drafts])
 
 
 def accept(pending: PendingTokens, kept: int) -> int:
@@ -255,7 +255,7 @@ def test_members_of_a_batch_are_verified_together(type_: str, seed: int) -> None
             for i, k, n in zip(at, kept, counts, strict=True)
         ]
         forwards.count = 0
-        pending = PendingTokens(forwards, batch, drafts, ragged)
+        pending = PendingTokens(forwards, batch, drafts)
         assert forwards.count == (len(set(counts)) if type_ in UNPADDED else 1)
         logits = mx.split(pending.logits, list(accumulate(counts))[:-1])
         for own, i, k in zip(logits, at, kept, strict=True):
