@@ -273,7 +273,14 @@ def _compared(
         found = compute()
     # Errors of a model that was not made for such a cache; its other errors come back on the path
     # that is taken instead.
-    except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
+    except (
+        AssertionError,
+        AttributeError,
+        LookupError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ) as error:
         log.info("%s does not run this way: %s", type(model).__module__, error)
         return f"{type(error).__name__}: {str(error)[:200]}"
     alone = [_last_logits(model, _stock_caches(model, spec), [prompt, *NEXT]) for prompt in prompts]

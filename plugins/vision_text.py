@@ -1,0 +1,238 @@
+"""Serves the text part of models whose type only mlx-vlm has, where mlx-vlm is installed.
+
+mlx-vlm's language models return more than logits, have caches of mlx-vlm's classes, and keep the
+positions of the last images on the module. TextModel gives them the interface of mlx-lm's models.
+mlx-vlm is imported for a type that mlx-lm lacks, and only then.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_blockpool.errors import UnknownModelTypeError
+from mlx_blockpool.hooks import hookimpl
+from mlx_blockpool.plugins import stock_classes
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "mlx_vlm"
+# The names of a language model's weights begin with this.
+PREFIX = "language_model."
+# The parts of a config.json for which mlx-vlm has classes.
+PARTS = ("text", "vision", "perceiver", "projector", "audio")
+
+
+@hookimpl
+def model_classes(config: dict[str, Any]) -> tuple[type, type] | None:
+    if not isinstance(config.get("model_type"), str) or importlib.util.find_spec(PACKAGE) is None:
+        return None
+    try:
+        stock_classes(config)
+    except UnknownModelTypeError:
+        name = _architecture(config)
+        return None if name is None else (_text_model(name), TextArgs)
+    return None
+
+
+@dataclass(frozen=True)
+class TextArgs:
+    """mlx-vlm's module of a model, and the model's config as mlx-vlm reads it."""
+
+    architecture: Any
+    config: Any
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> TextArgs:
+        """Raises what mlx-vlm raises for a config that says too little."""
+        architecture = importlib.import_module(str(_architecture(config)))
+        given = copy.deepcopy(config)
+        given.setdefault("text_config", given.pop("llm_config", {}))
+        for part in ("vision", "audio"):
+            given.setdefault(f"{part}_config", {})
+        found = architecture.ModelConfig.from_dict(given)
+        utils = importlib.import_module(f"{PACKAGE}.utils")
+        return cls(
+            architecture, utils.update_module_configs(found, architecture, given, list(PARTS))
+        )
+
+
+class TextModel(nn.Module):  # type: ignore[misc]
+    """The language model of one of mlx-vlm's models, with the interface of mlx-lm's.
+
+    Its weights have the names that they have in the whole model. Raises UnknownModelTypeError for a
+    model that does not run on text alone.
+    """
+
+    def __init__(self, args: TextArgs) -> None:
+        super().__init__()
+        whole: Any = args.architecture.Model(args.config)
+        if not hasattr(whole, "language_model"):
+            raise _unserved(args.architecture.__name__, "it has no language model")
+        self.language_model = whole.language_model
+        self.args = args
+        # Not a submodule: the weights of the other parts are never computed.
+        self._whole: Callable[[], Any] = lambda: whole
+        tokens = mx.zeros((1, 2), mx.int32)
+        try:
+            # Nothing is computed here.
+            self(tokens, cache=self._own_caches())
+        except Exception as error:
+            # Models of many kinds, written for other inputs.
+            why = f"its language model does not run on text alone ({type(error).__name__}: {error})"
+            raise _unserved(args.architecture.__name__, why) from error
+        self._has_stock_caches = self._stock_caches() is not None
+        try:
+            self(tokens, cache=self.make_cache())
+        except Exception as error:
+            # It needs more than mlx-lm's caches have.
+            log.info("%s runs on mlx-vlm's caches: %s", args.architecture.__name__, error)
+            self._has_stock_caches = False
+
+    def __call__(
+        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Logits [rows, tokens, vocabulary] after the tokens `inputs` [rows, tokens]."""
+        model = self.language_model
+        more: dict[str, Any] = {}
+        if hasattr(model, "_rope_deltas"):
+            # Without them it continues at the positions of its last call.
+            model._rope_deltas = model._position_ids = None
+            more["position_ids"] = _positions(inputs, cache)
+        loans: list[tuple[Any, Any]] = []
+        lent = None if cache is None else [_lend(each, loans) for each in cache]
+        out = model(inputs, inputs_embeds=input_embeddings, cache=lent, **more)
+        for owner, loan in loans:
+            _return(owner, loan)
+        logits: mx.array = getattr(out, "logits", out)
+        return logits
+
+    @property
+    def layers(self) -> Any:
+        return self.language_model.layers
+
+    def make_cache(self) -> list[Any]:
+        """Caches of mlx-lm's classes if the model runs on them, else mlx-vlm's."""
+        return (self._stock_caches() if self._has_stock_caches else None) or self._own_caches()
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The weights of the language model by the names of its parameters."""
+        whole: Any = self._whole()
+        architecture = self.args.architecture
+        parts = [whole]
+        if hasattr(architecture, "LanguageModel") and hasattr(self.args.config, "text_config"):
+            parts.append(whole.language_model)
+        for part in parts:
+            if hasattr(part, "sanitize"):
+                weights = part.sanitize(weights)
+        return {name: value for name, value in weights.items() if name.startswith(PREFIX)}
+
+    def _own_caches(self) -> list[Any]:
+        caches: list[Any] = _own().make_prompt_cache(self.language_model)
+        return caches
+
+    def _stock_caches(self) -> list[Any] | None:
+        """mlx-lm's caches in place of mlx-vlm's, or None if it lacks one of the classes."""
+        found = [_stock_cache(cache) for cache in self._own_caches()]
+        return None if None in found else found
+
+
+def _architecture(config: dict[str, Any]) -> str | None:
+    """The name of mlx-vlm's module for a model type. Returns None if mlx-vlm lacks the type too.
+
+    Raises UnknownModelTypeError for a type without a text model.
+    """
+    kind = importlib.import_module(f"{PACKAGE}.utils").get_model_type(config)
+    name = f"{PACKAGE}.models.{kind}"
+    try:
+        found = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return None
+        raise _unserved(name, f"its module does not load ({error})") from error
+    if not hasattr(found, "Model") or not hasattr(found, "ModelConfig"):
+        raise _unserved(name, "it has no language model")
+    return name
+
+
+def _unserved(architecture: str, why: str) -> UnknownModelTypeError:
+    kind = architecture.rpartition(".")[2]
+    return UnknownModelTypeError(
+        f"model type {kind!r} is mlx-vlm's, and {why}. Serve the model with mlx-vlm"
+    )
+
+
+@functools.cache
+def _text_model(architecture: str) -> type:
+    """TextModel by the name of mlx-vlm's module, which logs and reports show."""
+    return type("TextModel", (TextModel,), {"__module__": architecture})
+
+
+def _own() -> Any:
+    """mlx-vlm's caches."""
+    return importlib.import_module(f"{PACKAGE}.models.cache")
+
+
+def _stock() -> Any:
+    """mlx-lm's caches."""
+    return importlib.import_module("mlx_lm.models.cache")
+
+
+def _positions(inputs: mx.array, cache: Any) -> mx.array:
+    """The positions [rows, tokens] of a text: those after what its caches hold."""
+    leaves = [leaf for each in cache or () for leaf in getattr(each, "caches", (each,))]
+    offsets = (leaf.offset for leaf in leaves if hasattr(leaf, "offset"))
+    start = mx.array(next(offsets, 0)).reshape(-1, 1)
+    return mx.broadcast_to(start + mx.arange(inputs.shape[1]), inputs.shape)
+
+
+def _stock_cache(cache: Any) -> Any:
+    """mlx-lm's empty cache in place of one of mlx-vlm's, or None if it has no such class."""
+    own, stock = _own(), _stock()
+    # Exact types: a subclass may store its content elsewhere.
+    kind = type(cache)
+    if kind is own.KVCache:
+        return stock.KVCache()
+    if kind is own.RotatingKVCache:
+        return stock.RotatingKVCache(cache.max_size, cache.keep)
+    if kind is own.ChunkedKVCache:
+        return stock.ChunkedKVCache(cache.chunk_size)
+    if kind is own.ArraysCache:
+        return stock.ArraysCache(len(cache.cache))
+    if kind is own.CacheList:
+        parts = [_stock_cache(part) for part in cache.caches]
+        return None if None in parts else stock.CacheList(*parts)
+    return None
+
+
+def _lend(cache: Any, loans: list[tuple[Any, Any]]) -> Any:
+    """A cache with the methods of mlx-vlm's for one call, if it is one of mlx-lm's. Adds states to
+    `loans`, with what has them meanwhile.
+    """
+    own, stock = _own(), _stock()
+    if isinstance(cache, stock.CacheList):
+        # by_member.py finds the caches in mlx-lm's class.
+        both = type("CacheList", (stock.CacheList, own.CacheList), {})
+        return both(*(_lend(part, loans) for part in cache.caches))
+    if isinstance(cache, stock.ArraysCache):
+        loan = own.ArraysCache(len(cache.cache))
+        loan.cache = list(cache.cache)
+        loan.left_padding, loan.lengths = cache.left_padding, cache.lengths
+        loans.append((cache, loan))
+        return loan
+    return cache
+
+
+def _return(owner: Any, loan: Any) -> None:
+    for index, value in enumerate(loan.cache):
+        owner[index] = value
+    owner.left_padding, owner.lengths = loan.left_padding, loan.lengths

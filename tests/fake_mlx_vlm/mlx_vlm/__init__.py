@@ -1,0 +1,1 @@
+"""As much of mlx-vlm as plugins/vision_text.py uses, for tests without it."""

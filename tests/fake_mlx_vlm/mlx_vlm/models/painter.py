@@ -1,0 +1,1 @@
+"""A pipeline without a model class."""
