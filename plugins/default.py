@@ -25,10 +25,6 @@ from mlx_blockpool.spec import (
 
 from . import shapes
 
-# Models whose replies differ in a batch of long prompts: their sparse attention chooses blocks of
-# keys by position in the cache, which padding shifts.
-ALONE = ("minimax_m3_vl",)
-
 
 @hookimpl
 def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec:
@@ -65,10 +61,7 @@ def trace(model: Any, model_id: str) -> ModelCacheSpec:
     leaves = [leaf for c in caches for leaf in getattr(c, "caches", (c,))]
     dtypes = [leaf.keys.dtype for leaf in leaves if getattr(leaf, "keys", None) is not None]
     dtype = str(dtypes[0]).removeprefix("mlx.core.") if dtypes else "float16"
-    batches = type(model).__module__.rpartition(".")[2] not in ALONE
-    return ModelCacheSpec(
-        model_id, tuple(_layer(c, upstream, model_id) for c in caches), dtype, batches
-    )
+    return ModelCacheSpec(model_id, tuple(_layer(c, upstream, model_id) for c in caches), dtype)
 
 
 def _layer(cache: Any, upstream: Any, model_id: str) -> LayerSpec:

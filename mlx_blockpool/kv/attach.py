@@ -1,8 +1,8 @@
 """Lets a model's own attention read blocks where they lie.
 
-bind() gives each attention submodule of one model instance a derived class whose __call__ is one of
-three: what a plugin's adapter computes; its own code with `scaled_dot_product_attention` bound to
-ours, which lets the cache attend; or its own code for one member of a batch after another.
+bind() gives each attention submodule of one model instance a derived class that computes one of
+three: what a plugin's adapter does; its own code with `scaled_dot_product_attention` bound to ours,
+which lets the cache attend; or its own code for one member of a batch after another.
 mlx-lm's modules and classes stay as they are. Whether the model computes the same that way is found
 out by probe.py.
 """
@@ -84,12 +84,35 @@ def _way(cls: type, adapters: Sequence[AttentionAdapter], by_member: bool) -> An
     found = next((adapter.attend for adapter in reversed(adapters) if adapter.applies(cls)), None)
     if found is not None:
         return found
-    writes = isinstance(cls.__call__, types.FunctionType) and (
-        "update_and_fetch" in cls.__call__.__code__.co_names
-    )
-    if _calls_attention(cls) and not (by_member and writes):
+    methods = _methods(cls)
+    calls = [name for name, method in methods.items() if _calls_attention(method)]
+    writes = [
+        name for name, method in methods.items() if "update_and_fetch" in method.__code__.co_names
+    ]
+    # What a method writes and passes to no attention is read in another way.
+    if calls and not (by_member and writes) and set(writes) <= set(calls):
         return PLAIN
     return attend_by_member if writes else None
+
+
+def _methods(cls: type) -> dict[str, types.FunctionType]:
+    return {
+        name: value
+        for base in reversed(cls.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, types.FunctionType)
+    }
+
+
+def _calls_attention(method: types.FunctionType) -> bool:
+    """Return whether a method calls mlx-lm's function, or one of another package that takes the
+    same (mlx-vlm has a copy).
+    """
+    found = method.__globals__.get(NAME) if NAME in method.__code__.co_names else None
+    return (
+        isinstance(found, types.FunctionType)
+        and list(inspect.signature(found).parameters) == PARAMETERS
+    )
 
 
 def _derived(cls: type, attend: Any) -> type:
@@ -97,17 +120,20 @@ def _derived(cls: type, attend: Any) -> type:
     found = _classes.get((cls, attend))
     if found is None:
         if attend == PLAIN:
-            function: Any = cls.__call__
-            ours = partial(scaled_dot_product_attention, own=function.__globals__[NAME])
-            call = rebind(function, **{NAME: ours})
+            methods = {
+                name: _attending(method)
+                for name, method in _methods(cls).items()
+                if _calls_attention(method)
+            }
         else:
             own: Any = cls.__call__
 
             def call(module: Any, *args: Any, **kwargs: Any) -> Any:
                 return attend(module, own, *args, **kwargs)
 
+            methods = {"__call__": call}
         names = {
-            "__call__": call,
+            **methods,
             "__reduce_ex__": _reduce,
             "_attached_from": cls,
             "_attends": staticmethod(attend) if callable(attend) else attend,
@@ -115,6 +141,12 @@ def _derived(cls: type, attend: Any) -> type:
         }
         found = _classes[cls, attend] = type(cls.__name__, (cls,), names)
     return found
+
+
+def _attending(method: types.FunctionType) -> Callable[..., Any]:
+    """A method whose attention is ours."""
+    ours = partial(scaled_dot_product_attention, own=method.__globals__[NAME])
+    return rebind(method, **{NAME: ours})
 
 
 def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
@@ -160,17 +192,3 @@ def is_by_member(model: Any) -> bool:
 def is_attached(model: Any) -> bool:
     """Return whether bind() has attached a model."""
     return any("_attached_from" in type(module).__dict__ for _, module in model.named_modules())
-
-
-def _calls_attention(cls: type) -> bool:
-    """Return whether modules call mlx-lm's function, or one of another package that takes the same
-    (mlx-vlm has a copy).
-    """
-    call = cls.__call__
-    if not isinstance(call, types.FunctionType) or NAME not in call.__code__.co_names:
-        return False
-    found = call.__globals__.get(NAME)
-    return (
-        isinstance(found, types.FunctionType)
-        and list(inspect.signature(found).parameters) == PARAMETERS
-    )

@@ -8,7 +8,6 @@ step more simply.
 from __future__ import annotations
 
 import logging
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from ..plugins import attention_adapters
 from ..ranks.group import ALONE, Ranks
 from ..spec import ChunkLayer, ModelCacheSpec
 from .arena import KVArena
-from .attach import NAME, bind, classes_of, is_by_member, restore
+from .attach import bind, classes_of, is_by_member, restore
 from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
 from .pending_tokens import PendingTokens, padded_forward, takes_back
@@ -142,8 +141,6 @@ def _attach_if(
     try:
         # A model without attention has nothing to attach.
         is_bound = bind(model, attention_adapters(), by_member=by_member) or not arena.spec.groups
-        if is_bound and arena.spec.bits is not None and not may_read_quantised(model):
-            is_bound, why = False, "it has keys that may go elsewhere than into attention"
         with without_collectives(model):
             why = (agrees() or "") if is_bound else why
         passed = on_all(ranks, not why)
@@ -160,26 +157,6 @@ def _leaves_padding_out(model: Any, ranks: Ranks) -> bool:
     with without_collectives(model):
         why = _difference(model, lambda: _stock_caches(model), pads=True)
     return on_all(ranks, why is None)
-
-
-def may_read_quantised(model: Any) -> bool:
-    """Return whether probe() may find that a model's attention reads quantised blocks. Nothing is
-    computed.
-
-    It does not where keys of a cache go elsewhere than into attention in a function that cannot be
-    computed member by member.
-    """
-    classes = {cls for _, module in model.named_modules() for cls in type(module).__mro__}
-    functions = [
-        value
-        for cls in classes
-        for value in vars(cls).values()
-        if isinstance(value, types.FunctionType) and value.__name__ != "__call__"
-    ]
-    with_cache = [
-        f.__code__.co_names for f in functions if "update_and_fetch" in f.__code__.co_names
-    ]
-    return all(NAME in names for names in with_cache)
 
 
 def _difference(

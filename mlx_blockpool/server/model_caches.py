@@ -18,7 +18,6 @@ from ..errors import PluginError, SpecError, StoreError
 from ..kv import build
 from ..kv.arena import KVArena, state_share
 from ..kv.pool import BlockPool
-from ..kv.probe import may_read_quantised
 from ..kv.prompt_cache import sequence_of
 from ..spec import FullLayer, ModelCacheSpec
 from ..store.identity import identity
@@ -94,11 +93,8 @@ def need_room(
 
     A model needs more if its attention turns out not to read quantised blocks.
     """
-    is_quantised = provider.draft_model is None and may_read_quantised(provider.model)
-    spec, config = (
-        spec.with_bits(config.bits if is_quantised else None),
-        replace(config, preallocate=False),
-    )
+    spec = spec.with_bits(config.bits if provider.draft_model is None else None)
+    config = replace(config, preallocate=False)
     BlockPool(spec, pool_bytes - state_share(spec, pool_bytes, config), config)
 
 

@@ -19,12 +19,11 @@ from mlx_blockpool.engine.request import Request
 
 # Windows and chunks have 32 tokens.
 REQUESTS = [Request(words(1, 45), 14), Request(words(2, 10), 14)]
-# States and windows together; logits that depend on where a prompt is cut; windows that run one
-# request at a time; caches that no pool holds.
+# States and windows together; logits that depend on where a prompt is cut; caches that no pool
+# holds.
 WITHOUT = {
     *("baichuan_m1", "gear", "recurrent_gemma"),
     *("phi3small", "plamo3"),
-    "iquestloopcoder",
     "deepseek_v41",
 }
 

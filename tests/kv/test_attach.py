@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from architectures.configs import CONFIGS as ARCHITECTURES
 from architectures.configs_common import wide
+from architectures.side_by_side import side_by_side
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator, generate_step
@@ -33,7 +34,7 @@ from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache, member_of
 from mlx_blockpool.kv.rounded_caches import rounded
 from mlx_blockpool.mlx_lm_compat import rebind
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
-from mlx_blockpool.testing import tiny_model
+from mlx_blockpool.testing import Subject, tiny_model
 
 TOKENS = mx.array([[3, 1, 4, 1, 5]])
 RAGGED = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
@@ -98,6 +99,15 @@ def test_another_function_of_that_name_reads_blocks_if_it_computes_the_same(
     arena = open_pool(model, 20_000_000)
     assert (arena.capabilities.ragged, arena.capabilities.by_member) == (True, by_member)
     assert mx.array_equal(model(TOKENS), before)
+
+
+@pytest.mark.parametrize("bits", [None, KVBits()])
+@pytest.mark.parametrize("name", ["iquestloopcoder", "minimax_m3_vl"])
+def test_attention_in_several_methods_reads_blocks(name: str, bits: KVBits | None) -> None:
+    """The first calls mlx-lm's function in a method; the second has one that chooses what is read,
+    by keys of an index.
+    """
+    assert "ragged" in side_by_side(Subject(wide(ARCHITECTURES[name])), bits)
 
 
 def test_own_softmax_is_found_out_and_batches_padded() -> None:
