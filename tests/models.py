@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import unattachable
 from mlx.utils import tree_flatten, tree_map
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
+
+# mlx-lm finds the code of a model by its type.
+sys.modules["mlx_lm.models.unattachable"] = unattachable
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -110,6 +115,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "head_dim": 16,
         "query_pre_attn_scalar": 16,
+        "torch_dtype": "float32",
+    },
+    "unattachable": {
+        **SMALL,
+        **GROUPED,
+        "model_type": "unattachable",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
         "torch_dtype": "float32",
     },
     "phi": {

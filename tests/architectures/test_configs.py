@@ -65,9 +65,10 @@ def seen(cache: Any) -> tuple[Any, ...]:
         if cache.keys is None
         else (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
     )
+    more: tuple[Any, ...] = ()
     own = {"RotatingKVCache": ("max_size", "keep"), "ChunkedKVCache": ("chunk_size",)}.get(kind, ())
     kinds = {"KVCache": "full", "RotatingKVCache": "window", "ChunkedKVCache": "chunk"}
-    return kinds[kind], *dims, *(getattr(cache, name) for name in own)
+    return kinds[kind], *dims, more, *(getattr(cache, name) for name in own)
 
 
 def told(layer: LayerSpec) -> tuple[Any, ...]:

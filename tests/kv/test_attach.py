@@ -110,10 +110,12 @@ def test_attention_in_several_methods_reads_blocks(name: str, bits: KVBits | Non
     assert "ragged" in side_by_side(Subject(wide(ARCHITECTURES[name])), bits)
 
 
-def test_own_softmax_is_found_out_and_batches_padded() -> None:
-    model = make_model("gemma2")
+def test_attention_that_reads_no_blocks_is_found_out_and_left_as_it_is() -> None:
+    model = make_model("unattachable")
+    types = [type(module) for _, module in model.named_modules()]
     slabs = open_pool(model, 20_000_000, attach=False)
     assert not attach(model, slabs)
+    assert [type(module) for _, module in model.named_modules()] == types
     caches = [pooled_caches(slabs) for _ in range(2)]
     for cache in (c for pair in caches for c in pair):
         cache.update_and_fetch(*mx.random.normal((2, 1, 2, 5, 16)))
@@ -150,7 +152,7 @@ def test_logits_are_compared_with_those_of_caches_that_are_rounded_alike(
 
 
 def test_attention_that_does_not_read_quantised_blocks_is_found_out() -> None:
-    model = make_model("gemma2", head_dim=64)
+    model = make_model("unattachable", head_dim=64)
     types = [type(module) for _, module in model.named_modules()]
     arena = quantised_arena(model)
     assert not attach(model, arena)

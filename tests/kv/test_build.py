@@ -57,8 +57,8 @@ def test_without_attach_the_model_is_left_as_it_is() -> None:
     assert isinstance(type(caches[0][0]).merge([c[0] for c in caches]), BatchKVCache)
 
 
-def test_a_model_with_attention_of_its_own_is_left_as_it_is() -> None:
-    model = make_model("gemma2")
+def test_a_model_whose_attention_reads_no_blocks_is_left_as_it_is() -> None:
+    model = make_model("unattachable")
     types = [type(module) for _, module in model.named_modules()]
     assert not open_pool(model, ROOMY).capabilities.ragged
     assert [type(module) for _, module in model.named_modules()] == types
@@ -178,9 +178,9 @@ def stock(model: Any, spec: ModelCacheSpec) -> list[Any]:
             "Only attached attention reads quantised blocks: leave out attach=False, or the bits",
         ),
         (
-            "gemma2",
+            "unattachable",
             True,
-            "The attention of gemma2 does not read quantised blocks: leave out the bits",
+            "The attention of unattachable does not read quantised blocks: leave out the bits",
         ),
     ],
 )

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
-from architectures.pooled import make_model as make_architecture
 from kernel.emulation import why_not
 from kernel.trusted import emulator
 from models import make_model
@@ -175,7 +174,7 @@ def test_dims_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_batches_that_are_not_ragged_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_policy, "device_launcher", lambda: Mock(side_effect=AssertionError))
-    arena = open_pool(make_architecture("gemma2"), 60_000_000)
+    arena = open_pool(make_model("unattachable"), 60_000_000)
     assert not arena.capabilities.ragged
     assert set(arena.capabilities.no_kernel.values()) == {"batches of this model are not ragged"}
 

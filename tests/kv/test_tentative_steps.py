@@ -462,14 +462,11 @@ def test_a_model_is_not_verified_by_rows_that_see_what_follows_them(
 
 
 @pytest.mark.parametrize(
-    ("name", "verifies"), [("gemma3n", None), ("gemma2", "alone"), ("baichuan_m1", None)]
+    ("name", "verifies"),
+    [("gemma3n", "rows"), ("gemma2", "rows"), ("falcon_h1", "alone"), ("baichuan_m1", None)],
 )
-def test_models_whose_layers_read_other_caches_or_states_are_not_verified_by_rows(
-    name: str, verifies: str | None
-) -> None:
-    """gemma3n's last layers read what earlier ones hold, gemma2 has its own softmax, baichuan_m1
-    has states.
-    """
+def test_how_drafted_tokens_of_a_model_are_verified(name: str, verifies: str | None) -> None:
+    """falcon_h1 and baichuan_m1 have states."""
     assert open_pool(make_architecture(name), 60_000_000).capabilities.verifies == verifies
 
 

@@ -145,10 +145,10 @@ def forgets_a_token(patch: Any) -> None:
 def wraps_a_token_late(patch: Any) -> None:
     right = PooledRotatingKVCache._write_one
 
-    def write(self: Any, keys: mx.array, values: mx.array) -> None:
+    def write(self: Any, *rows: mx.array) -> None:
         if self.offset == self.max_size + 1:
             self._idx = self.keep
-        right(self, keys, values)
+        right(self, *rows)
 
     patch.setattr(PooledRotatingKVCache, "_write_one", write)
 
