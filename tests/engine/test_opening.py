@@ -42,12 +42,12 @@ def test_a_pool_holds_the_bits_that_are_asked_for(
 def test_attention_that_reads_no_quantised_blocks_has_others_and_all_of_the_bytes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caches: Any = open_caches(tiny_model(wide(CONFIGS["phi3small"])), ROOMY, bits=KVBits())
+    caches: Any = open_caches(make_model("unattachable", head_dim=32), ROOMY, bits=KVBits())
     assert (caches.ragged, caches.prefix.arena.spec.bits) == (False, None)
     assert caches.prefix.pool.pool_bytes == ROOMY
     assert [
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
-    ] == [f"phi3small: {UNREAD}"]
+    ] == [f"unattachable: {UNREAD}"]
 
 
 def test_bits_never_cost_a_model_its_batches(
