@@ -3,9 +3,12 @@ and without, in one run.
 
 Edits: tokens a forward, acceptance, the measured cost curve, the speed against no drafts, and the
 bound: the speed that the curve allows where each forward takes the best number of those drafted
-tokens that are accepted. Fresh text, of which the prompt has
-nothing: the speed against no drafts there. Replies of both are compared with the text that the
-model has to write.
+tokens that are accepted. Fresh text, of which the prompt has nothing: the speed against no drafts
+there. Replies of both are compared with the text that the model has to write.
+
+`hybrid` has a state in addition, so that its drafts are verified in a padded forward, and rolled
+back. There the tokens a forward are also counted with drafts of a fixed length, which no cost
+changes: of each reply alone, and of all together.
 """
 
 from __future__ import annotations
@@ -45,10 +48,14 @@ SLICE = 10
 class System:
     """A new pool and engine over a model. Nothing that another one has computed is known here."""
 
-    def __init__(self, model: Any, drafts: str, curve: CostCurve | None = None) -> None:
+    def __init__(self, model: Any, drafts: str | int, curve: CostCurve | None = None) -> None:
         bind(model)
         self.arena = open_pool(model, POOL_BYTES, attach=False)
-        self.arena.capabilities = Capabilities(ragged=True, verifies="rows")
+        self.arena.capabilities = (
+            Capabilities(ragged=True, verifies="padded", pads_states=True)
+            if isinstance(model, editor.Hybrid)
+            else Capabilities(ragged=True, verifies="rows")
+        )
         caches = PooledCaches(TieredPrefixCache(self.arena))
         caches.curve = curve
         self.engine = BlockPoolBatchEngine(
@@ -212,6 +219,31 @@ def bench_edits(
     )
 
 
+def bench_accepted(args: Any, name: str, model: Any, works: list[Work], most: int) -> None:
+    """Tokens of a reply that one forward brings, with up to `most` drafted ones in each."""
+
+    def tokens_per_forward(together: list[Work]) -> float:
+        system = System(model, most)
+        system.start(together)
+        before = system.engine.counts.copy()
+        while len(system.engine):
+            system.step()
+        system.check(together)
+        decoded, forwards = (
+            system.engine.counts[what] - before[what] for what in ("tokens", "decode_steps")
+        )
+        return decoded / forwards
+
+    alone = [tokens_per_forward([work]) for work in works]
+    report(
+        args,
+        "drafts",
+        f"edits, {name}, {most} drafted tokens",
+        alone=round(statistics.mean(alone), 2),
+        together=round(tokens_per_forward(works), 2),
+    )
+
+
 def slice_of(system: System) -> tuple[int, float, float]:
     """The tokens of the next steps, and their seconds."""
     return timed(lambda: sum(system.step() for _ in range(SLICE)))
@@ -278,3 +310,11 @@ if __name__ == "__main__":
         if name == "bfloat16":
             bench_edits(args, f"{name}, batches of 4", model, batches, curve)
             bench_fresh(args, f"{name}, batches of 4", model, manual, curve)
+    model = editor.Hybrid(mx.bfloat16)
+    curve = measure_curve(model, System(model, "off").arena, seconds)
+    # The same replies, one at a time and together.
+    bench_edits(args, "hybrid, one at a time", model, [[work] for work in short[:4]], curve)
+    bench_edits(args, "hybrid, batches of 4", model, batches[:1], curve)
+    bench_fresh(args, "hybrid, batches of 4", model, manual, curve)
+    for most in (4, 8):
+        bench_accepted(args, "hybrid", model, short[:4], most)

@@ -1,5 +1,5 @@
 """The engine against mlx-lm's BatchGenerator, in one run: steps, starting together, a long prefill
-beside replies, a small pool.
+beside replies, a small pool; and prompts of a hybrid model together against one after the other.
 
 Counters prove what happened: chunks, prompt tokens computed, sequences swapped out and back.
 Replies of both are compared.
@@ -12,10 +12,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 from measure import interleave, llama, options, report
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import lfm2
 
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
@@ -29,6 +32,33 @@ from mlx_blockpool.tier.cache import TieredPrefixCache
 
 VOCAB = 2048
 LENGTHS = [500, 600, 1024, 1500, 2048, 300, 4000, 800]
+
+
+def hybrid(hidden: int) -> Any:
+    """A small LFM2 with random weights: two convolutions with states for each full layer."""
+    args = lfm2.ModelArgs(
+        model_type="lfm2",
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        norm_eps=1e-5,
+        conv_bias=False,
+        conv_L_cache=3,
+        block_dim=hidden,
+        block_ff_dim=3 * hidden,
+        block_multiple_of=8,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "conv", "full_attention"] * 2,
+        rope_theta=10000.0,
+    )
+    mx.random.seed(0)
+    model = lfm2.Model(args)
+    mx.eval(model.parameters())
+    return model.eval()
 
 
 def prompt(length: int, seed: int, common: list[int] | None = None) -> list[int]:
@@ -160,6 +190,55 @@ def bench_together(
     )
 
 
+def bench_hybrid(args: Any, size: int, system: int, rounds: int) -> None:
+    """Prompts of a hybrid model after one cached system prompt, together and one after the
+    other.
+    """
+    model = hybrid(size)
+    common = prompt(system, 1)
+    prompts = [prompt(system + n, 2 + i, common) for i, n in enumerate((40, 60, 90, 120))]
+    chunks: dict[int, int] = {}
+    replies: dict[int, list[list[int]]] = {}
+
+    def seconds(rows: int) -> float:
+        """Until all prompts are computed."""
+        ours = Ours(model, 10**9, EngineConfig(prefill_rows=rows))
+        ours.arena.capabilities = replace(RAGGED, pads_states=True)
+        ours.engine.insert(Request([*common, 1], 1, breakpoints=[(system, "system")]))
+        while len(ours.engine):
+            ours.engine.next()
+        before, start = ours.engine.counts["chunks"], time.perf_counter()
+        for each in prompts:
+            ours.insert(each, 8)
+        told: dict[int, list[int]] = {}
+        taken = 0.0
+        while len(ours.engine):
+            for uid, token in ours.next():
+                told.setdefault(uid, []).append(token)
+            if not any(s.in_prefill for s in ours.engine.sequences):
+                taken = taken or time.perf_counter() - start
+        chunks[rows] = ours.engine.counts["chunks"] - before
+        replies[rows] = [told[uid] for uid in sorted(told)]
+        return taken
+
+    found = interleave({"together": lambda: seconds(8), "alone": lambda: seconds(1)}, rounds)
+    expected = [
+        [token for token, _ in generate_step(mx.array(each), model, max_tokens=8)]
+        for each in prompts
+    ]
+    assert replies[8] == replies[1] == expected, "the replies differ"
+    report(
+        args,
+        "engine",
+        f"4 prompts of a hybrid after {system} cached tokens",
+        forwards=chunks[8],
+        forwards_alone=chunks[1],
+        ratio_of_forwards=round(chunks[8] / chunks[1], 2),
+        ms=round(1e3 * found["together"], 1),
+        ratio=round(found["together"] / found["alone"], 2),
+    )
+
+
 def bench_long_prefill(args: Any, model: Any, long: int, step: int) -> None:
     """A short request that arrives during a long prefill: chunks until its first token, and the
     speed of its decode since.
@@ -269,6 +348,7 @@ if __name__ == "__main__":
     )
     bench_steps(args, model, stock, "decode step of 1", [2000 // shrink], 4 * steps, rounds)
     bench_together(args, model, stock, *((3, 300, 1) if quick else (5, 1500, 2)))
+    bench_hybrid(args, 128 if quick else 512, 256 if quick else 2048, 1 if quick else 5)
     bench_long_prefill(args, small, 2048 if quick else 8192, 256 if quick else 512)
     bench_small_pool(args, small, small_stock, 100, 600)
     bench_waste(args, small, [300, 600, 900] if quick else [2000, 3500, 5000, 6500, 8000])

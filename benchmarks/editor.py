@@ -11,6 +11,8 @@ compute as in any llama; what they compute is multiplied by zero.
 3. The last SPAN tokens of each place become its signature.
 4. The place is found whose signature, without its own token, is that of now. Its token comes next.
 
+In Hybrid the token before is written by a convolution with a state instead.
+
 So two places with the same SPAN tokens before them must have the same next token: edits.py takes
 such files.
 """
@@ -18,12 +20,15 @@ such files.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import llama
+from mlx_lm.models import lfm2, llama
+from mlx_lm.models.base import create_attention_mask, create_ssm_mask
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, DIM = 512, 4, 16, 4, 64
 # Tokens of a signature, one for each head.
@@ -63,6 +68,58 @@ def new_model(dtype: mx.Dtype = mx.bfloat16, bits: int | None = None) -> Any:
         nn.quantize(model, bits=bits)
     mx.eval(model.parameters())
     return model.eval()
+
+
+class Hybrid(nn.Module):
+    """The model, with a convolution of LFM2 before its layers, whose state is the last tokens."""
+
+    def __init__(self, dtype: mx.Dtype) -> None:
+        super().__init__()
+        self.args = llama.ModelArgs.from_dict(_config())
+        self.conv = lfm2.ShortConv(
+            SimpleNamespace(hidden_size=HIDDEN, conv_L_cache=3, conv_bias=False), 0
+        )
+        self.llama = new_model(dtype)
+        # [3 * HIDDEN, HIDDEN]: of each token two gates, which are 1, and what is convolved.
+        read = np.zeros((3, HIDDEN, HIDDEN))
+        read[:2, :, CONSTANT] = 1
+        read[2, OWN, OWN] = np.eye(CODE)
+        kernel, write = np.zeros((HIDDEN, 3, 1)), np.zeros((HIDDEN, HIDDEN))
+        kernel[:, 1] = 1
+        write[BEFORE, OWN] = np.eye(CODE)
+        look_back = self.llama.layers[0].self_attn
+        weights = _look_back(is_before_written=True)
+        for name, weight in weights.items():
+            look_back[f"{name}_proj"].weight = mx.array(weight.astype(np.float32))
+        for module, weight in (
+            (self.conv.in_proj, read.reshape(-1, HIDDEN)),
+            (self.conv.conv, kernel),
+            (self.conv.out_proj, write),
+        ):
+            module.weight = mx.array(weight.astype(np.float32))
+        # As in the other model, BOS comes after itself.
+        embedded = self.llama.model.embed_tokens
+        embedded.weight[BOS, BEFORE] = embedded.weight[BOS, OWN]
+        self.set_dtype(dtype)
+        mx.eval(self.parameters())
+        self.eval()
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+        state, *rest = [None] * len(self.layers) if cache is None else cache
+        h = self.llama.model.embed_tokens(inputs)
+        mask = create_attention_mask(h, rest[0])
+        h = h + self.conv(h, create_ssm_mask(h, state), state)
+        for layer, own in zip(self.llama.layers, rest, strict=True):
+            h = layer(h, mask, own)
+        logits: mx.array = self.llama.lm_head(self.llama.model.norm(h))
+        return logits
+
+    @property
+    def layers(self) -> list[Any]:
+        return [self.conv, *self.llama.layers]
+
+    def make_cache(self) -> list[Any]:
+        return [ArraysCache(size=1), *(KVCache() for _ in self.llama.layers)]
 
 
 def _config() -> dict[str, Any]:
@@ -152,14 +209,16 @@ def _compared(slot: slice, size: float, order: np.ndarray | None = None) -> np.n
     return rows
 
 
-def _look_back() -> dict[str, np.ndarray]:
+def _look_back(is_before_written: bool = False) -> dict[str, np.ndarray]:
     q, k, v, o = _projections()
-    norm = _norm(2 * CODE, 1)
+    codes = (3 if is_before_written else 2) * CODE
+    norm = _norm(codes, 1)
     _at_distance(q, k, [1, 2], norm)
     v[:CODE, OWN] = np.eye(CODE)
     v[CODE, IS_RENAME] = 1
-    o[0, BEFORE, :CODE] = norm * np.eye(CODE)
-    o[1, MARK, CODE] = _norm(2 * CODE, 2)
+    if not is_before_written:
+        o[0, BEFORE, :CODE] = norm * np.eye(CODE)
+    o[1, MARK, CODE] = _norm(codes, 2)
     return _weights(q, k, v, o)
 
 

@@ -231,10 +231,10 @@ def test_an_edit_is_the_part_of_a_file_with_one_name_replaced() -> None:
 @pytest.mark.thorough
 def test_the_editor_writes_the_edit_and_the_text_that_it_reads() -> None:
     editor, module = imported("editor", BENCHMARKS), imported("edits", BENCHMARKS)
-    model = editor.new_model()
-    for work in module.edits([100]) + module.prose(60):
-        logits = model(mx.array([[*work.prompt, *work.reply[:-1]]]))[0, len(work.prompt) - 1 :]
-        assert mx.argmax(logits, axis=-1).tolist() == work.reply
+    for model in (editor.new_model(), editor.Hybrid(mx.bfloat16)):
+        for work in module.edits([100]) + module.prose(60):
+            logits = model(mx.array([[*work.prompt, *work.reply[:-1]]]))[0, len(work.prompt) - 1 :]
+            assert mx.argmax(logits, axis=-1).tolist() == work.reply
 
 
 def test_the_bound_takes_what_pays_of_the_tokens_that_will_be_accepted() -> None:

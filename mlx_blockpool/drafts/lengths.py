@@ -71,9 +71,11 @@ def choose_padded_lengths(
         found = list(zip(again, chances, emitted, lengths, strict=True))
         certain = math.prod(each[n - 1] for _, each, _, n in found if n)
         accepted = max(known + counts[n] for known, _, counts, n in found if n)
-        repeated = max(0.0, curve.seconds(math.ceil(members * accepted)) - plain)
-        seconds = curve.seconds(members * longest) + (1 - certain) * repeated
-        speed = sum(math.log(counts[n]) for *_, counts, n in found) - members * math.log(seconds)
+        repeated = math.exp(curve.log_seconds(math.ceil(members * accepted))) - plain
+        seconds = math.exp(curve.log_seconds(members * longest))
+        seconds += (1 - certain) * max(0.0, repeated)
+        gained = math.log(math.prod(counts[n] for _, _, counts, n in found))
+        speed = gained - members * math.log(seconds)
         if speed > best:
             best, best_lengths = speed, lengths
     return best_lengths

@@ -41,7 +41,7 @@ def test_every_row_of_the_table_has_a_type_that_is_always_tested() -> None:
 # States that take padding in, with prompts of one length alone computed together.
 UNPADDED = {
     *("baichuan_m1", "bailing_moe_linear", "jamba", "mamba", "nemotron_h", "olmo_hybrid"),
-    *("recurrent_gemma", "rwkv7"),
+    *("longcat_flash_ngram", "recurrent_gemma", "rwkv7"),
 }
 RAGGED_STATES = [
     name

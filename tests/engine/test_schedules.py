@@ -14,8 +14,8 @@ from thorough import only, tried
 
 from mlx_blockpool.engine import caches as caches_module
 
-PLAIN = ["llama", "gemma3_text", "gpt_oss", "qwen2"]
-QUANTISED = [f"{name} K8V8" for name in (*PLAIN, "lfm2")] + [
+PLAIN = ["llama", "gemma3_text", "gpt_oss", "qwen2", "lfm2", "qwen3_5"]
+QUANTISED = [f"{name} K8V8" for name in PLAIN[:5]] + [
     "gemma3_text K4V4",
     "gpt_oss K8V4",
     "llama K16V8",
@@ -34,7 +34,7 @@ def run(name: str, *schedule_of: Any, promised: int, **more: Any) -> None:
     assert_nothing_held(prefix)
 
 
-@pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "gpt_oss"))
+@pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "gpt_oss", "lfm2"))
 @tried(3, 300)
 @given(**SCHEDULES)
 def test_replies_of_a_schedule_are_those_of_single_stock_sequences(
@@ -52,7 +52,7 @@ def test_replies_of_a_schedule_over_quantised_blocks_are_too(
     run(name, requests, **more)
 
 
-@pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "gpt_oss"))
+@pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "gpt_oss", "lfm2"))
 @tried(2, 150)
 @given(**CROWDS)
 def test_replies_of_a_crowd_that_is_swapped_out_are_those_of_single_stock_sequences(
