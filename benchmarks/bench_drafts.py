@@ -225,13 +225,12 @@ def bench_accepted(args: Any, name: str, model: Any, works: list[Work], most: in
     def tokens_per_forward(together: list[Work]) -> float:
         system = System(model, most)
         system.start(together)
-        before = system.engine.counts.copy()
+        decoded = forwards = 0
         while len(system.engine):
-            system.step()
+            # Each reply that a forward is for counts.
+            forwards += len(system.engine)
+            decoded += system.step()
         system.check(together)
-        decoded, forwards = (
-            system.engine.counts[what] - before[what] for what in ("tokens", "decode_steps")
-        )
         return decoded / forwards
 
     alone = [tokens_per_forward([work]) for work in works]
