@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 PACKAGE = "mlx_vlm"
 # The names of a language model's weights begin with this.
 PREFIX = "language_model."
+# Their tokens attend to later ones of a prompt, so that a cached prefix is not what a whole prompt
+# computes.
+NOT_CAUSAL = ("falcon_perception", "mllama", "paligemma")
 # The parts of a config.json for which mlx-vlm has classes.
 PARTS = ("text", "vision", "perceiver", "projector", "audio")
 
@@ -75,27 +78,37 @@ class TextModel(nn.Module):  # type: ignore[misc]
 
     def __init__(self, args: TextArgs) -> None:
         super().__init__()
+        name = args.architecture.__name__
         whole: Any = args.architecture.Model(args.config)
         if not hasattr(whole, "language_model"):
-            raise _unserved(args.architecture.__name__, "it has no language model")
+            raise _unserved(name, "it has no language model")
+        if importlib.import_module(f"{PACKAGE}.generate.diffusion").is_diffusion_model(whole):
+            raise _unserved(name, "it does not generate one token after another")
         self.language_model = whole.language_model
         self.args = args
         # Not a submodule: the weights of the other parts are never computed.
         self._whole: Callable[[], Any] = lambda: whole
         tokens = mx.zeros((1, 2), mx.int32)
-        try:
-            # Nothing is computed here.
-            self(tokens, cache=self._own_caches())
-        except Exception as error:
-            # Models of many kinds, written for other inputs.
-            why = f"its language model does not run on text alone ({type(error).__name__}: {error})"
-            raise _unserved(args.architecture.__name__, why) from error
+        # Positions have three axes where those of images do. Nothing is computed here.
+        failed: Exception | None = None
+        for self._axes in ((), (3,)):
+            try:
+                self(tokens, cache=self._own_caches())
+                break
+            except Exception as error:
+                # Models of many kinds, written for other inputs.
+                failed = failed or error
+        else:
+            why = (
+                f"its language model does not run on text alone ({type(failed).__name__}: {failed})"
+            )
+            raise _unserved(name, why) from failed
         self._has_stock_caches = self._stock_caches() is not None
         try:
             self(tokens, cache=self.make_cache())
         except Exception as error:
             # It needs more than mlx-lm's caches have.
-            log.info("%s runs on mlx-vlm's caches: %s", args.architecture.__name__, error)
+            log.info("%s runs on mlx-vlm's caches: %s", name, error)
             self._has_stock_caches = False
 
     def __call__(
@@ -107,7 +120,8 @@ class TextModel(nn.Module):  # type: ignore[misc]
         if hasattr(model, "_rope_deltas"):
             # Without them it continues at the positions of its last call.
             model._rope_deltas = model._position_ids = None
-            more["position_ids"] = _positions(inputs, cache)
+            positions = _positions(inputs, cache)
+            more["position_ids"] = mx.broadcast_to(positions, (*self._axes, *inputs.shape))
         loans: list[tuple[Any, Any]] = []
         lent = None if cache is None else [_lend(each, loans) for each in cache]
         out = model(inputs, inputs_embeds=input_embeddings, cache=lent, **more)
@@ -161,6 +175,8 @@ def _architecture(config: dict[str, Any]) -> str | None:
         raise _unserved(name, f"its module does not load ({error})") from error
     if not hasattr(found, "Model") or not hasattr(found, "ModelConfig"):
         raise _unserved(name, "it has no language model")
+    if kind in NOT_CAUSAL:
+        raise _unserved(name, "its prompts cannot be computed in parts")
     return name
 
 
@@ -188,11 +204,10 @@ def _stock() -> Any:
 
 
 def _positions(inputs: mx.array, cache: Any) -> mx.array:
-    """The positions [rows, tokens] of a text: those after what its caches hold."""
+    """The positions [rows or 1, tokens] of a text: those after what its caches hold."""
     leaves = [leaf for each in cache or () for leaf in getattr(each, "caches", (each,))]
     offsets = (leaf.offset for leaf in leaves if hasattr(leaf, "offset"))
-    start = mx.array(next(offsets, 0)).reshape(-1, 1)
-    return mx.broadcast_to(start + mx.arange(inputs.shape[1]), inputs.shape)
+    return mx.array(next(offsets, 0)).reshape(-1, 1) + mx.arange(inputs.shape[1])
 
 
 def _stock_cache(cache: Any) -> Any:

@@ -64,6 +64,8 @@ def test_a_type_that_is_not_there_is_said(
     [
         ("finder", "it has no language model"),
         ("painter", "it has no language model"),
+        ("scatter", "it does not generate one token after another"),
+        ("paligemma", "its prompts cannot be computed in parts"),
         ("heavy", "its module does not load (No module named 'a_package_that_is_not_there')"),
         (
             "pictures",
