@@ -11,7 +11,6 @@ import copy
 import functools
 import importlib
 import importlib.util
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_blockpool.errors import UnknownModelTypeError
+from mlx_blockpool.errors import SpecError, UnknownModelTypeError
 from mlx_blockpool.hooks import hookimpl
 from mlx_blockpool.plugins import stock_classes
-
-log = logging.getLogger(__name__)
 
 PACKAGE = "mlx_vlm"
 # The names of a language model's weights begin with this.
@@ -45,6 +42,16 @@ def model_classes(config: dict[str, Any]) -> tuple[type, type] | None:
         name = _architecture(config)
         return None if name is None else (_text_model(name), TextArgs)
     return None
+
+
+@hookimpl
+def model_cache_spec(model: Any, model_id: str) -> None:
+    """Leaves the spec to the default provider. Raises SpecError for a model on mlx-vlm's caches."""
+    if isinstance(model, TextModel) and model.needs_own:
+        raise SpecError(
+            f"{model_id}: {model.needs_own}. Its requests run one at a time on mlx-vlm's caches, "
+            "unless a plugin describes it."
+        )
 
 
 @dataclass(frozen=True)
@@ -103,13 +110,14 @@ class TextModel(nn.Module):  # type: ignore[misc]
                 f"its language model does not run on text alone ({type(failed).__name__}: {failed})"
             )
             raise _unserved(name, why) from failed
-        self._has_stock_caches = self._stock_caches() is not None
+        own = [leaf for each in self._own_caches() for leaf in getattr(each, "caches", (each,))]
+        unknown = sorted({type(leaf).__name__ for leaf in own if _stock_cache(leaf) is None})
+        # Why it needs mlx-vlm's caches.
+        self.needs_own = f"mlx-lm has no cache class {', '.join(unknown)}" if unknown else ""
         try:
             self(tokens, cache=self.make_cache())
         except Exception as error:
-            # It needs more than mlx-lm's caches have.
-            log.info("%s runs on mlx-vlm's caches: %s", name, error)
-            self._has_stock_caches = False
+            self.needs_own = f"it does not run on mlx-lm's caches ({type(error).__name__}: {error})"
 
     def __call__(
         self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
@@ -136,7 +144,8 @@ class TextModel(nn.Module):  # type: ignore[misc]
 
     def make_cache(self) -> list[Any]:
         """Caches of mlx-lm's classes if the model runs on them, else mlx-vlm's."""
-        return (self._stock_caches() if self._has_stock_caches else None) or self._own_caches()
+        own = self._own_caches()
+        return own if self.needs_own else [_stock_cache(cache) for cache in own]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """The weights of the language model by the names of its parameters."""
@@ -153,11 +162,6 @@ class TextModel(nn.Module):  # type: ignore[misc]
     def _own_caches(self) -> list[Any]:
         caches: list[Any] = _own().make_prompt_cache(self.language_model)
         return caches
-
-    def _stock_caches(self) -> list[Any] | None:
-        """mlx-lm's caches in place of mlx-vlm's, or None if it lacks one of the classes."""
-        found = [_stock_cache(cache) for cache in self._own_caches()]
-        return None if None in found else found
 
 
 def _architecture(config: dict[str, Any]) -> str | None:
@@ -235,8 +239,7 @@ def _lend(cache: Any, loans: list[tuple[Any, Any]]) -> Any:
     """
     own, stock = _own(), _stock()
     if isinstance(cache, stock.CacheList):
-        # by_member.py finds the caches in mlx-lm's class.
-        both = type("CacheList", (stock.CacheList, own.CacheList), {})
+        both = _list_class(stock.CacheList, own.CacheList)
         return both(*(_lend(part, loans) for part in cache.caches))
     if isinstance(cache, stock.ArraysCache):
         loan = own.ArraysCache(len(cache.cache))
@@ -245,6 +248,12 @@ def _lend(cache: Any, loans: list[tuple[Any, Any]]) -> Any:
         loans.append((cache, loan))
         return loan
     return cache
+
+
+@functools.cache
+def _list_class(stock: type, own: type) -> type:
+    """A list of caches that mlx-vlm's models and the pool recognise."""
+    return type("CacheList", (stock, own), {})
 
 
 def _return(owner: Any, loan: Any) -> None:

@@ -17,9 +17,9 @@ from models import CONFIGS, write_model
 
 from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.engine.stock import StockCaches
-from mlx_blockpool.errors import UnknownModelTypeError
+from mlx_blockpool.errors import SpecError, UnknownModelTypeError
 from mlx_blockpool.model_files.loading import load
-from mlx_blockpool.plugins import model_classes, spec_from_config
+from mlx_blockpool.plugins import model_classes, spec_from_config, spec_of_model
 from mlx_blockpool.testing import conformance, tiny_model
 from mlx_blockpool.testing.kit import FAILED
 
@@ -99,6 +99,8 @@ def test_a_model_with_another_cache_class_runs_on_it_alone() -> None:
     model = tiny_model(DECAYING)
     assert {type(cache).__name__ for cache in model.make_cache()} == {"DecayingKVCache"}
     assert isinstance(open_caches(model, 20_000_000), StockCaches)
+    with pytest.raises(SpecError, match="m: mlx-lm has no cache class DecayingKVCache"):
+        spec_of_model(model, DECAYING, "m")
 
 
 def test_weights_of_the_language_model_are_loaded_without_the_others(tmp_path: Path) -> None:
