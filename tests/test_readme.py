@@ -171,7 +171,7 @@ def test_what_is_measured_is_as_many_as_the_page_says() -> None:
         f"plain steps of 1 to {measuring.MEMBERS[-1]} requests, and forwards with 1 to {rows} "
         "tokens" in drafts
     )
-    assert f"or with 1 to {alone} for models whose sequences are verified one by one" in drafts
+    assert f"or with 1 to {alone} for models whose sequences are verified alone" in drafts
     kernel, rows = len(path_measuring.KERNEL_SHAPES), len(path_measuring.ROWS)
     assert (
         f"for {len(path_measuring.SHAPES)} kinds of batches, and where there is a kernel for "
