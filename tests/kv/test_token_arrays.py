@@ -303,7 +303,7 @@ def test_mlx_lms_own_caches_which_have_no_place_for_further_arrays_are_refused(
     with pytest.raises(StoreError, match="cannot hold this prefix: mlx-lm's KVCache"):
         cache_file._write([one.ours], {}, tmp_path / "file.safetensors")
     assert not list(tmp_path.iterdir())
-    arena.capabilities = Capabilities("padded")
+    arena.capabilities = Capabilities()
     with pytest.raises(ValueError, match=r"padded batch .* nor further arrays"):
         PooledKVCache.merge([one.ours, two.ours])
 

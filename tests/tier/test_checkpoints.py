@@ -123,7 +123,9 @@ def quantised(spec: ModelCacheSpec, kv: KVBits) -> ModelCacheSpec:
             layer,
             key_dim=64 * layer.kv_heads,
             value_dim=64 * layer.kv_heads,
-            more=tuple(replace(array, dim=64) for array in layer.more),
+            more=tuple(
+                replace(array, dim=64) if array.name == "wide" else array for array in layer.more
+            ),
         )
         for layer in spec.layers
         if isinstance(layer, FullLayer)
