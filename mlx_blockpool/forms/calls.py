@@ -247,9 +247,7 @@ def arguments(
     """The arguments of a parsed call of function `name`: what parsers of tags return as raw
     text, in its schema's type.
     """
-    function = next(
-        (found for tool in tools if (found := _function(tool)).get("name") == name), None
-    )
+    function = _named(name, tools)
     if not writes_tags(parser) or function is None:
         return dict(parsed)
     root, properties = function.get("parameters") or {}, _properties(function)
@@ -257,6 +255,27 @@ def arguments(
         key: _decoded(value, properties[key], root) if key in properties else value
         for key, value in parsed.items()
     }
+
+
+def argument_types(name: str, key: str, tools: Sequence[Tool]) -> frozenset[str]:
+    """The types that the schema of a function's parameter allows; empty for one that is not
+    declared, or whose schema cannot be read.
+    """
+    function = _named(name, tools) or {}
+    properties = _properties(function)
+    try:
+        return (
+            Schema(function.get("parameters") or {}).types(properties[key])
+            if key in properties
+            else frozenset()
+        )
+    except UNREADABLE:
+        return frozenset()
+
+
+def _named(name: str, tools: Sequence[Tool]) -> dict[str, Any] | None:
+    """The function of a name."""
+    return next((found for tool in tools if (found := _function(tool)).get("name") == name), None)
 
 
 def _decoded(value: Any, schema: Any, root: Any) -> Any:

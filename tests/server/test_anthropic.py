@@ -162,14 +162,19 @@ def test_pings_while_a_long_prompt_is_computed(server: Client) -> None:
     assert sum(e["type"] == "ping" for e in events[:first_block]) >= 5
 
 
-def test_pings_while_a_long_tool_call_is_written(server: Client, say: Say) -> None:
+def test_a_long_tool_call_is_sent_as_it_is_written(server: Client, say: Say) -> None:
+    """A packet for the name, one for the key, one for each character and one for the end."""
     say(f'<tool_call>\n{{"name": "look_up", "arguments": {{"word": "{"x" * 200}"}}}}\n</tool_call>')
     events = raw_events(
         server, messages=[{"role": "user", "content": "Go."}], tools=[LOOK_UP], max_tokens=400
     )
     kinds = [e["type"] for e in events]
-    assert kinds[1:].index("content_block_start") >= 6
-    assert set(kinds[1 : kinds.index("content_block_start")]) == {"ping"}
+    begin = kinds.index("content_block_start")
+    assert "ping" not in kinds[begin:]
+    parts = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
+    assert json.loads("".join(parts)) == {"word": "x" * 200}
+    assert [part for part in parts if part == "x"] == ["x"] * 200
+    assert (parts[0], parts[-1], "".join(parts[1:-202])) == ("{", "}", '"word": "')
 
 
 # -- how a reply ends ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_blockpool.server.api.anthropic import MessageRenderer, input_usage
+from mlx_blockpool.server.api.call_stream import Call, CallPart
 from mlx_blockpool.server.api.reply import (
     CALLS,
     END_OF_TURN,
@@ -23,7 +24,6 @@ from mlx_blockpool.server.api.reply import (
     OUT_OF_CONTEXT,
     STOP_WORD,
     BlockEnd,
-    Call,
     ReplyBlocks,
     ReplyParser,
     Silence,
@@ -224,7 +224,7 @@ def blocks(*pieces: Any) -> list[Any]:
 def rendered(events: list[Any]) -> list[Any]:
     """The content blocks of a message."""
     reader = reading()
-    body = Namespace(shows_thinking=True, max_tokens=1, model="m")
+    body = Namespace(shows_thinking=True, max_tokens=1, model="m", stream=True)
     arguments: Any = Namespace(stop_words=[], max_tokens=1, logprobs=False, top_logprobs=0)
     renderer = MessageRenderer(
         ParsedRequest(reader._request, arguments, body, False), reader._context
@@ -275,14 +275,16 @@ def test_why_a_reply_has_ended() -> None:
 def test_silence_is_an_event_after_many_tokens_that_show_nothing() -> None:
     hidden = [START, '{"name": "add", "arguments": {"a": "', *["x"] * 62, '"}}', END]
     events = events_of(reading(), responses(hidden))
-    assert [type(event) for event in events] == [Silence, Silence, Call]
+    assert [type(event) for event in events] == [Silence, Silence, CallPart, Call]
 
 
 def test_calls_are_remembered_in_the_other_protocols_shape() -> None:
     made = ReplyBlocks()
     call = Call("functions.add:0", "add", {"a": "ä"})
-    assert list(made.add(call)) == made.calls == [call]
-    assert rendered([call]) == [
+    part = CallPart("functions.add:0", "add", '{"a": "ä"}')
+    assert list(made.add(call)) == [part, call]
+    assert made.calls == [call]
+    assert rendered([part, call]) == [
         {"type": "tool_use", "id": "functions.add:0", "name": "add", "input": {"a": "ä"}}
     ]
     function = {"name": "add", "arguments": '{"a": "ä"}'}

@@ -29,7 +29,8 @@ from mlx_blockpool.forms.exact import exact
 from mlx_blockpool.forms.form import Marks, ReplyForm
 from mlx_blockpool.forms.output_format import OutputFormat, ToolFormat
 from mlx_blockpool.forms.vocabulary import Vocabulary
-from mlx_blockpool.server.api.reply import Call, ReplyParser, Text
+from mlx_blockpool.server.api.call_stream import Call
+from mlx_blockpool.server.api.reply import ReplyParser, Text
 from mlx_blockpool.server.prompts.job import PreparedPrompt
 from mlx_blockpool.server.request import ChatRequest, ParsedRequest
 

@@ -54,7 +54,7 @@ def shown(answer: Any) -> dict[str, Any]:
         for choice in told["choices"]
         for c in choice.get("message", choice.get("delta", {})).get("tool_calls", ())
     ]:
-        call.pop("id")
+        call.pop("id", None)
     return told
 
 
@@ -68,7 +68,12 @@ def whole(chunks: Any) -> dict[str, Any]:
             said = choice.pop("delta", choice)
             told["text"] += said.pop("content", None) or said.pop("text", None) or ""
             told["reasoning"] += said.pop("reasoning", "")
-            told["calls"] += said.pop("tool_calls", [])
+            for call in said.pop("tool_calls", []):
+                if call["index"] == len(told["calls"]):
+                    told["calls"].append(call)
+                else:
+                    part = call["function"]["arguments"]
+                    told["calls"][call["index"]]["function"]["arguments"] += part
             if said.pop("role", "assistant") != "assistant" or choice.get("finish_reason"):
                 told["rest"].append(choice)
         told["rest"] += [chunk] if chunk not in told["rest"] else []

@@ -264,7 +264,8 @@ def test_events_say_that_something_goes_on_while_nothing_can_be_told(
 ) -> None:
     """Comments do not count for Codex, which hangs up."""
     monkeypatch.setattr(responses, "PROGRESS_SECONDS", 0.0)
-    say(f'<tool_call>\n{{"name": "look_up", "arguments": {{"word": "{"x" * 200}"}}}}\n</tool_call>')
+    # Nothing of a call can be shown before its name.
+    say(f'<tool_call>\n{{"arguments": {{"word": "{"x" * 200}"}}, "name": "look_up"}}\n</tool_call>')
     events = raw_events(server, input="Go. " * 300, tools=[TOOL])
     kinds = [event["type"] for event in events]
     # The prompt is computed in eight parts and more, and the call has two hundred tokens and more.

@@ -20,8 +20,9 @@ from mlx_lm.tool_parsers import json_tools, pythonic, qwen3_coder
 from thorough import tried
 
 from mlx_blockpool.forms.output_format import OutputFormat
+from mlx_blockpool.server.api.call_stream import Call
 from mlx_blockpool.server.api.completions import Packets, TextRenderer
-from mlx_blockpool.server.api.reply import CALLS, Call, ReplyParser, Text, Thinking
+from mlx_blockpool.server.api.reply import CALLS, ReplyParser, Text, Thinking
 from mlx_blockpool.server.api.sections import Mark, Section, Sections
 from mlx_blockpool.server.prompts.job import PreparedPrompt
 from mlx_blockpool.server.request import ChatRequest, ParsedRequest, PromptRequest

@@ -15,9 +15,10 @@ from ..bodies import InvalidRequestError, Json, StatusError
 from ..models.http import MODELS, ModelsEndpoint
 from ..request import ParsedRequest
 from .anthropic_request import parse
+from .call_stream import Call, CallCut, CallPart
 from .endpoint import Endpoint
 from .errors import anthropic_error, anthropic_status
-from .reply import MAX_TOKENS, BlockEnd, Call, Event, Packet, Renderer, StopReason, Text, Thinking
+from .reply import MAX_TOKENS, BlockEnd, Event, Packet, Renderer, StopReason, Text, Thinking
 from .thinking import signature_of
 
 MESSAGES = "/v1/messages"
@@ -59,13 +60,17 @@ class MessageRenderer(Renderer):
 
     def _render(self, event: Event) -> Iterable[Packet]:
         match event:
+            case CallPart():
+                if not self._block:
+                    called = event.id or f"toolu_{uuid.uuid4().hex[:24]}"
+                    yield self._start(
+                        {"type": "tool_use", "id": called, "name": event.name, "input": {}}
+                    )
+                yield self._delta(type="input_json_delta", partial_json=event.text)
             case Call():
-                called = event.id or f"toolu_{uuid.uuid4().hex[:24]}"
-                yield self._start(
-                    {"type": "tool_use", "id": called, "name": event.name, "input": {}}
-                )
-                yield self._delta(type="input_json_delta", partial_json=event.written)
                 yield self._stop(input=event.arguments)
+            case CallCut():
+                yield self._stop()
             case Text(text):
                 if not self._block:
                     yield self._start({"type": "text", "text": ""})

@@ -18,11 +18,12 @@ from ..access import COMPLETIONS, cause_of
 from ..bodies import InvalidRequestError, Json, StatusError
 from ..request import ChatRequest, ParsedRequest
 from ..scope import retention_of
+from .call_stream import CallPart, CallPiece
 from .completions_request import parse
 from .endpoint import Endpoint
 from .errors import openai_answer, openai_error
 from .logprobs import in_lists
-from .reply import Call, Event, Packet, PieceRenderer, Renderer, StopReason, Text, call_id
+from .reply import Event, Packet, PieceRenderer, Renderer, StopReason, Text, call_id
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,20 @@ class ChatRenderer(ChoiceRenderer):
     """Renders one choice of a chat."""
 
     thinking_field = "reasoning"
+    # The calls that have begun, and whether the last of them is open.
+    _num_calls, _is_open = 0, False
 
-    def _called(self, call: Call, index: int) -> Json:
-        return call.openai(call_id(call)) | {"index": index}
+    def _called(self, piece: CallPiece) -> Json | None:
+        if not isinstance(piece, CallPart):
+            self._is_open = False
+            return None
+        head: Json = {}
+        function = {"arguments": piece.text}
+        if not self._is_open:
+            self._num_calls, self._is_open = self._num_calls + 1, True
+            head = {"id": call_id(piece), "type": "function"}
+            function = {"name": piece.name, **function}
+        return {"index": self._num_calls - 1, **head, "function": function}
 
     def _end(self, reason: StopReason) -> Iterable[Packet]:
         if self._parsed.body.stream:

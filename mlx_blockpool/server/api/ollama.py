@@ -18,12 +18,13 @@ from ..models.catalog import DEFAULT
 from ..models.http import ModelsEndpoint
 from ..request import ParsedRequest
 from ..validation import validated
+from .call_stream import Call, CallPiece
 from .embeddings import EmbedBody, texts_of, vectors_of
 from .endpoint import Endpoint
 from .errors import openai_status
 from .ollama_models import OllamaModels, written_now
 from .ollama_request import Named, ReplyBody, parse_chat, parse_generate
-from .reply import Call, Packet, PieceRenderer, Renderer, StopReason, call_id
+from .reply import Packet, PieceRenderer, Renderer, StopReason, call_id
 
 OLLAMA = "/api"
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -42,6 +43,8 @@ class OllamaRenderer(PieceRenderer):
     """
 
     thinking_field = "thinking"
+    # Arguments are an object, which has no parts: each call is sent when it is whole.
+    shows_parts = False
 
     def __init__(self, parsed: ParsedRequest, context: Any, is_chat: bool, arrived: int) -> None:
         super().__init__(parsed, context, keeps_space=True)
@@ -65,7 +68,7 @@ class OllamaRenderer(PieceRenderer):
         if self._parsed.body.stream:
             return [{**self._packet(""), **last}]
         blocks = self.parser.blocks
-        calls = [self._called(call, index) for index, call in enumerate(blocks.calls)]
+        calls = [_shown(call, index) for index, call in enumerate(blocks.calls)]
         more = {"thinking": blocks.thinking, "tool_calls": calls}
         self.whole = {
             **self._said(blocks.text, {name: value for name, value in more.items() if value}),
@@ -82,11 +85,10 @@ class OllamaRenderer(PieceRenderer):
             packet["logprobs"] = entries
         return packet
 
-    def _called(self, call: Call, index: int) -> Json:
-        return {
-            "id": call_id(call),
-            "function": {"index": index, "name": call.name, "arguments": call.arguments},
-        }
+    def _called(self, piece: CallPiece) -> Json | None:
+        # The parser has added the call to its blocks already.
+        index = len(self.parser.blocks.calls) - 1
+        return _shown(piece, index) if isinstance(piece, Call) else None
 
     def _said(self, text: str, more: Json) -> Json:
         said = (
@@ -115,6 +117,13 @@ class OllamaRenderer(PieceRenderer):
             "eval_count": self.usage.reply,
             "eval_duration": ended - first,
         }
+
+
+def _shown(call: Call, index: int) -> Json:
+    return {
+        "id": call_id(call),
+        "function": {"index": index, "name": call.name, "arguments": call.arguments},
+    }
 
 
 class OllamaEndpoint(Endpoint):

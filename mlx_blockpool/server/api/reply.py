@@ -8,35 +8,20 @@ socket's thread.
 
 from __future__ import annotations
 
-import json
-import logging
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlx_lm.generate import TextStateMachine
 
-from ...forms.calls import arguments, as_strings
 from ..bodies import Json
 from ..request import ChatRequest, ParsedRequest
+from .call_stream import Call, CallCut, CallPart, CallPiece, CallStream
 from .logprobs import logprobs_of
 from .sections import Section, Sections, machine_of_text
 
-log = logging.getLogger(__name__)
-
-# The errors of mlx-lm's parsers for text that is not a call.
-BAD_CALL = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    SyntaxError,
-    RecursionError,
-)
-# A Silence is emitted after this many tokens that show nothing, as those of a long tool call, for
-# keepalives.
+# A Silence is emitted after this many tokens that show nothing, for keepalives.
 SILENT_TOKENS = 32
 # The states of mlx-lm's machine for the sections of a reply that keeps a form.
 STATES: dict[Section, str] = {
@@ -97,39 +82,17 @@ class BlockEnd:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A whole tool call, between blocks. `id`: None unless the model has named the call itself."""
-
-    id: str | None
-    name: str
-    arguments: dict[str, Any]
-
-    @property
-    def written(self) -> str:
-        """The arguments as JSON."""
-        return json.dumps(self.arguments, ensure_ascii=False)
-
-    def openai(self, id: str | None) -> Json:
-        """The call in the shape of OpenAI's messages."""
-        return {
-            "function": {"name": self.name, "arguments": self.written},
-            "type": "function",
-            "id": id,
-        }
-
-
-@dataclass(frozen=True)
 class Silence:
     """Tokens that show nothing yet."""
 
 
-Piece = Text | Thinking | Call
+Piece = Text | Thinking | CallPiece
 Event = Piece | BlockEnd
 # One event of a stream: JSON, or the bytes themselves.
 Packet = Json | bytes
 
 
-def call_id(call: Call) -> str:
+def call_id(call: Call | CallPart) -> str:
     """The id of a call for OpenAI's clients."""
     return f"call_{call.id or uuid.uuid4().hex[:24]}"
 
@@ -151,17 +114,19 @@ class ReplyBlocks:
         # The whitespace at the end of the current block, which may be its edge, and what was
         # emitted of the block.
         self._held = self._written = ""
+        # What was emitted of the open call's arguments; None between calls.
+        self._called: str | None = None
 
     def add(self, piece: Piece) -> Iterator[Event]:
         """The events of a piece."""
-        if self._kind is not type(piece):
+        kind = Call if isinstance(piece, CallPiece) else type(piece)
+        if self._kind is not kind:
             yield from self._close()
             self._strips = self._kind is not None or isinstance(piece, Thinking)
-            self._kind = type(piece)
-        if isinstance(piece, Call):
+            self._kind = kind
+        if isinstance(piece, CallPiece):
             self._is_empty = False
-            self.calls.append(piece)
-            yield piece
+            yield from self._add_call(piece)
             return
         text = self._held + piece.text
         if not self._written and self._strips:
@@ -183,6 +148,20 @@ class ReplyBlocks:
         if self._is_empty:
             yield Text("")
             yield BlockEnd("", is_cut)
+
+    def _add_call(self, piece: CallPiece) -> Iterator[Event]:
+        """The events of a piece of a call: before a whole one, what is missing of its parts."""
+        if isinstance(piece, CallPart):
+            self._called = (self._called or "") + piece.text
+            yield piece
+            return
+        if isinstance(piece, Call):
+            self.calls.append(piece)
+            rest = piece.written.removeprefix(self._called or "")
+            if rest:
+                yield CallPart(piece.id, piece.name, rest)
+        self._called = None
+        yield piece
 
     def _emit(self, piece: Text | Thinking) -> Text | Thinking:
         self._is_empty = False
@@ -209,13 +188,20 @@ class ReplyParser:
                  thinking.
     """
 
-    def __init__(self, parsed: ParsedRequest, context: Any, keeps_space: bool = False) -> None:
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        context: Any,
+        keeps_space: bool = False,
+        shows_parts: bool = False,
+    ) -> None:
         self.blocks = ReplyBlocks(keeps_space)
         self.reason: StopReason | None = None
         self.stop_word: str | None = None
         self.tokens: list[int] = []
         self.num_thinking = self.num_calls = self._silent = 0
         self._context = context
+        self._shows_parts = shows_parts
         self._request = request = parsed.request
         self._one_call = parsed.one_call
         self._max_tokens = parsed.arguments.max_tokens
@@ -230,8 +216,14 @@ class ReplyParser:
             machine_of_text(request.tokenizer) if self._sections.by_tokens else context.text_sm
         )
         self._within = self._text_sm.make_state(context.initial_state)
-        # The text of the call in progress.
-        self._called: str | None = "" if context.initial_state == "tool" else None
+        # Calls that were not offered are text.
+        self._is_text = isinstance(request, ChatRequest) and not (
+            request.tools and request.calls != "never"
+        )
+        # The block of calls in progress.
+        self._stream: CallStream | None = None
+        if context.initial_state == "tool":
+            self._stream = self._new_stream()
 
     def add(self, response: Any) -> Iterator[Event | Silence]:
         """The events of one response. The reply ends with it if `reason` is set then."""
@@ -289,7 +281,7 @@ class ReplyParser:
         self._within, tail, state = TextStateMachine.flush(self._within)
         if tail and (state != "tool" or finish_reason == "length"):
             pieces += self._pieces_in_state(state, tail)
-        if self._called is not None:
+        if self._stream is not None:
             pieces += self._calls(is_closed=False)
         self.reason = self._decide(finish_reason)
         return pieces
@@ -343,68 +335,74 @@ class ReplyParser:
         """The pieces of text in a state of mlx-lm's state machine."""
         pieces: list[Piece] = []
         if state == "tool":
-            self._called = (self._called or "") + part
-        elif self._called is not None and state == "normal":
+            if self._stream is None:
+                self._stream = self._new_stream()
+                pieces += [Text(self._markers[0])] if self._is_text else []
+            pieces += self._call_pieces(self._stream, part)
+        elif self._stream is not None and state == "normal":
             pieces += self._calls(is_closed=True)
         if part and state in ("normal", "reasoning") and self.reason is None:
             pieces.append(Text(part) if state == "normal" else Thinking(part))
         return pieces
 
+    @property
+    def _markers(self) -> tuple[str, str]:
+        """What begins and ends a block of calls."""
+        assert isinstance(self._request, ChatRequest), "a completion shows no calls"
+        return self._request.prepared.call
+
+    def _new_stream(self) -> CallStream:
+        tools = self._request.tools if isinstance(self._request, ChatRequest) else None
+        return CallStream(self._context.tool_parser, tools or [])
+
+    def _call_pieces(self, stream: CallStream, part: str) -> list[Piece]:
+        """The pieces of text between the markers of calls."""
+        if self._is_text:
+            return [Text(part)] if part else []
+        if not isinstance(self._request, ChatRequest):
+            return []
+        return self._counted(stream.feed(part))
+
     def _calls(self, is_closed: bool) -> list[Piece]:
-        """The calls in what was written between the markers; as text where there are none, or where
-        none were offered.
+        """The remaining pieces of a block of calls; text where it has none.
 
         `is_closed`: whether the second marker was written. A completion of text shows no calls and
         counts them.
         """
-        written, self._called = self._called or "", None
+        stream, self._stream = self._stream, None
         if not isinstance(self._request, ChatRequest):
             self.num_calls += 1
             return []
-        start, end = self._request.prepared.call
+        start, end = self._markers
+        if stream is None or self._is_text:
+            return [Text(end)] if is_closed and end and self._is_text else []
         # Some parsers read calls that were cut, whose arguments have not kept their form.
         is_cut = bool(end) and not is_closed and self._request.compiled is not None
-        is_offered = self._request.tools and self._request.calls != "never"
-        calls = self._parse(written) if is_offered and not is_cut else []
-        if not calls:
-            return [Text(f"{start}{written}{end if is_closed else ''}")]
-        calls = calls[:1] if self._one_call else calls
-        self.num_calls += len(calls)
-        if self._one_call:
-            self.reason = self._decide(None)
-        return list(calls)
+        calls, text = stream.end(is_cut)
+        pieces = self._counted(calls)
+        if text is not None and self.reason is None:
+            pieces.append(Text(f"{start}{text}{end if is_closed else ''}"))
+        return pieces
 
-    def _parse(self, written: str) -> list[Call]:
-        parse, tools = self._context.tool_parser, self._request.tools or []
-        name = parse.__module__.rpartition(".")[2]
-        try:
-            parsed = parse(written, as_strings(name, tools))
-            calls = [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
-            return [
-                replace(call, arguments=arguments(name, call.name, call.arguments, tools))
-                for call in calls
-            ]
-        except BAD_CALL as error:
-            log.warning(
-                "a malformed tool call is returned as text: %s: %s", type(error).__name__, error
-            )
-            return []
+    def _counted(self, calls: Iterable[CallPiece]) -> list[Piece]:
+        """The pieces of calls up to the end of the reply, those that are shown."""
+        pieces: list[Piece] = []
+        for piece in calls:
+            if self.reason is not None:
+                break
+            if self._shows_parts or isinstance(piece, Call):
+                pieces.append(piece)
+            if isinstance(piece, Call):
+                self.num_calls += 1
+                if self._one_call:
+                    self.reason = self._decide(None)
+        return pieces
 
 
 def _without_beginning(held: str, word: str) -> str:
     """`held` without the longest beginning of `word` that it ends with."""
     end = next((n for n in range(min(len(word), len(held)), 0, -1) if held.endswith(word[:n])), 0)
     return held[: len(held) - end]
-
-
-def _call(parsed: dict[str, Any]) -> Call:
-    arguments = parsed["arguments"]
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not (isinstance(parsed["name"], str) and isinstance(arguments, dict)):
-        raise ValueError("a call has a name and a dictionary of arguments")
-    called = parsed.get("id")
-    return Call(str(called) if called else None, parsed["name"], arguments)
 
 
 @dataclass(frozen=True)
@@ -422,11 +420,15 @@ class Usage:
 class Renderer:
     """Renders one reply for the clients of a protocol.
 
-    `whole`: all of it, once finish() has returned.
+    `whole`: all of it, once finish() has returned. `shows_parts`: whether the protocol has parts of
+    calls.
     """
 
+    shows_parts = True
+
     def __init__(self, parsed: ParsedRequest, context: Any, keeps_space: bool = False) -> None:
-        self.parser = ReplyParser(parsed, context, keeps_space)
+        shows_parts = self.shows_parts and parsed.body is not None and parsed.body.stream
+        self.parser = ReplyParser(parsed, context, keeps_space, shows_parts)
         self.whole: Json = {}
         self._logprobs = logprobs_of(parsed)
         self._total_logprob = 0.0
@@ -502,10 +504,9 @@ class PieceRenderer(Renderer):
             return
         # The parser has added the event to its blocks already.
         match event:
-            case Call():
-                yield self._packet(
-                    "", tool_calls=[self._called(event, len(self.parser.blocks.calls) - 1)]
-                )
+            case CallPart() | Call() | CallCut():
+                if shown := self._called(event):
+                    yield self._packet("", tool_calls=[shown])
             case Thinking(text):
                 yield self._packet("", **{self.thinking_field: text})
             case Text(text) if text:
@@ -514,6 +515,6 @@ class PieceRenderer(Renderer):
     def _packet(self, text: str, **more: Any) -> Json:
         raise NotImplementedError
 
-    def _called(self, call: Call, index: int) -> Json:
-        """A call in the shape of the protocol's packets."""
+    def _called(self, piece: CallPiece) -> Json | None:
+        """A piece of a call in the shape of the protocol's packets; None if it shows nothing."""
         raise NotImplementedError

@@ -16,8 +16,9 @@ from urllib.parse import unquote
 from ..bodies import Json, StatusError
 from ..kept_responses import KeptResponses
 from ..scope import retention_of
+from .call_stream import Call, CallCut, CallPart
 from .endpoint import Endpoint
-from .reply import BlockEnd, Call, Event, Packet, Renderer, StopReason, Text, Thinking, call_id
+from .reply import BlockEnd, Event, Packet, Renderer, StopReason, Text, Thinking, call_id
 from .responses_request import SECRET, Name, ResponsesRequest, parse
 from .thinking import signature_of
 
@@ -127,8 +128,12 @@ class ResponseRenderer(Renderer):
             # Only the last token can belong to text that follows.
             self._logprobs.skip()
         match event:
+            case CallPart():
+                packets = self._add_to_call(event)
             case Call():
-                packets = self._call(event)
+                packets = self._close_call(event)
+            case CallCut():
+                packets = iter([self._done("incomplete")])
             case BlockEnd():
                 packets = self._close(event)
             case _:
@@ -161,15 +166,18 @@ class ResponseRenderer(Renderer):
             self._item["encrypted_content"] = signature_of(end.text, shown=False)
         yield self._done("incomplete" if end.is_cut else "completed")
 
-    def _call(self, call: Call) -> Iterator[Json]:
-        name = self._names.get(call.name, Name(call.name))
-        namespace = {} if name.namespace is None else {"namespace": name.namespace}
-        yield self._open(
-            CALL, {"call_id": call_id(call), "name": name.name, "arguments": "", **namespace}
-        )
-        yield self._event("delta", delta=call.written)
-        self._item["arguments"] = call.written
-        yield self._event("done", name=name.name, arguments=call.written)
+    def _add_to_call(self, part: CallPart) -> Iterator[Json]:
+        if self._kind is None:
+            name = self._names.get(part.name, Name(part.name))
+            namespace = {} if name.namespace is None else {"namespace": name.namespace}
+            yield self._open(
+                CALL, {"call_id": call_id(part), "name": name.name, "arguments": "", **namespace}
+            )
+        self._item["arguments"] += part.text
+        yield self._event("delta", delta=part.text)
+
+    def _close_call(self, call: Call) -> Iterator[Json]:
+        yield self._event("done", name=self._item["name"], arguments=call.written)
         yield self._done("completed")
 
     def _open(self, kind: Kind, content: Json) -> Json:

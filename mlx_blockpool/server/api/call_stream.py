@@ -1,0 +1,174 @@
+"""CallStream: the calls between one pair of markers, as they are written.
+
+A reader of the model's syntax says what is certain before a call's end, and mlx-lm's parser what
+the calls are. Runs on the socket's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...forms.calls import Tool, argument_types, arguments, as_strings
+from ..bodies import Json
+from .call_readers import READERS, Begin, End, More
+
+log = logging.getLogger(__name__)
+
+# The errors of mlx-lm's parsers for text that is not a call.
+BAD_CALL = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    SyntaxError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A whole tool call, between blocks. `id`: None unless the model has named the call itself."""
+
+    id: str | None
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def written(self) -> str:
+        """The arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
+
+    def openai(self, id: str | None) -> Json:
+        """The call in the shape of OpenAI's messages."""
+        return {
+            "function": {"name": self.name, "arguments": self.written},
+            "type": "function",
+            "id": id,
+        }
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """More of the arguments of a call, as JSON; a call begins with it where none is open."""
+
+    id: str | None
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class CallCut:
+    """The open call ends malformed. Its arguments, as far as they were emitted, are not JSON."""
+
+
+CallPiece = Call | CallPart | CallCut
+
+
+class CallStream:
+    """Reads one block of calls.
+
+    parse:   mlx-lm's parser. tools: those that were offered, in OpenAI's shape.
+    text:    what was written so far.
+    """
+
+    def __init__(self, parse: Callable[..., Any], tools: Sequence[Tool]) -> None:
+        self.text = ""
+        self._parser = parse.__module__.rpartition(".")[2]
+        self._parse_text, self._tools = parse, tools
+        self._as_strings = as_strings(self._parser, tools)
+        kind = READERS.get(self._parser)
+        self._reader = (
+            None
+            if kind is None
+            else kind(self._only_arguments, lambda name, key: argument_types(name, key, tools))
+        )
+        # Calls that have ended before their block did, and where the text after them begins.
+        self._ended: list[Call] = []
+        self._rest = 0
+        # The open call, where the reader has found its end, and what was emitted of its arguments.
+        self._begun: Begin | None = None
+        self._end: End | None = None
+        self._sent = ""
+
+    def feed(self, text: str) -> Iterator[CallPiece]:
+        """The pieces that are certain with more text of the block."""
+        self.text += text
+        if self._reader is None:
+            return
+        for event in self._reader.feed(text):
+            match event:
+                case Begin(id, name):
+                    if self._end is not None:
+                        # A last call ends with its block.
+                        calls = self._calls(self._end.text)
+                        if len(calls) != 1 or not self._continues(calls[0]):
+                            self._reader = None
+                            return
+                        self._ended += calls
+                        self._rest, self._end = self._end.position, None
+                        yield calls[0]
+                    self._begun, self._sent = event, "{"
+                    yield CallPart(id, name, "{")
+                case More(more) if self._begun is not None:
+                    self._sent += more
+                    yield CallPart(self._begun.id, self._begun.name, more)
+                case End():
+                    self._end = event
+
+    def end(self, is_cut: bool) -> tuple[list[CallPiece], str | None]:
+        """The remaining pieces, and the text that is not a call; None if all of it was.
+
+        `is_cut`: the call in progress was cut.
+        """
+        calls = [] if is_cut else self._calls(self.text, is_last=True)
+        is_same = calls[: len(self._ended)] == self._ended and bool(calls)
+        calls = calls[len(self._ended) :] if is_same else []
+        pieces: list[CallPiece] = []
+        if self._begun is not None and not (calls and self._continues(calls[0])):
+            pieces.append(CallCut())
+        rest = self.text[self._rest :]
+        is_read = is_same or bool(self._ended and not rest.strip())
+        return [*pieces, *calls], None if is_read else rest
+
+    def _continues(self, call: Call) -> bool:
+        """Whether a call begins with what was emitted."""
+        begun = self._begun
+        return begun is not None and call.name == begun.name and call.written.startswith(self._sent)
+
+    def _only_arguments(self, text: str) -> dict[str, Any] | None:
+        calls = self._calls(text)
+        return calls[0].arguments if len(calls) == 1 else None
+
+    def _calls(self, text: str, is_last: bool = False) -> list[Call]:
+        """The calls in a text; none if it is malformed, which is logged with `is_last`."""
+        try:
+            parsed = self._parse_text(text, self._as_strings)
+            calls = [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
+            return [
+                replace(
+                    call,
+                    arguments=arguments(self._parser, call.name, call.arguments, self._tools),
+                )
+                for call in calls
+            ]
+        except BAD_CALL as error:
+            if is_last:
+                log.warning(
+                    "a malformed tool call is returned as text: %s: %s", type(error).__name__, error
+                )
+            return []
+
+
+def _call(parsed: dict[str, Any]) -> Call:
+    arguments = parsed["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not (isinstance(parsed["name"], str) and isinstance(arguments, dict)):
+        raise ValueError("a call has a name and a dictionary of arguments")
+    called = parsed.get("id")
+    return Call(str(called) if called else None, parsed["name"], arguments)

@@ -1,0 +1,218 @@
+"""Calls as they are written: however a block is cut, the parts of each call are the JSON of the
+call that mlx-lm's parser reads from the whole block.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm import tool_parsers
+from thorough import many
+
+from mlx_blockpool.forms.calls import FAMILIES, writes_tags
+from mlx_blockpool.server.api.call_readers import READERS
+from mlx_blockpool.server.api.call_stream import Call, CallCut, CallPart, CallStream
+
+TYPES: dict[str, Any] = {
+    "path": {"type": "string"},
+    "text": {"type": "string"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "n": {"type": "integer"},
+    "on": {"type": "boolean"},
+    "items": {"type": "array"},
+    "options": {"type": "object"},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": TYPES}},
+    }
+    for name in ("write", "get-x", "write_2")
+]
+# laguna's parser is glm47's.
+PARSERS = sorted({*FAMILIES} - {"laguna"})
+# What ends, begins or escapes something in one syntax or another.
+NASTY = (
+    *("null", "NULL", "5", "1e5", "true", "None", '"a"', "{", "}", "[1]", '{"a": 1}', "\\", '"'),
+    *("'", "\n", " ", "\t", "\x00", "é", "🎉", "\ud83d", "\u2028", ",", ":", ")", "]", "<", "&"),
+    *("</parameter>", "<parameter=n>", "</function>", "</param>", "]]>", "<![CDATA[", "</invoke>"),
+    *("<arg_value>", "</arg_value>", "</longcat_arg_value>", "<|close|>", "<|sep|>", '<|"|>'),
+    *("</atem:parameter>", "</atem:invoke>", "<escape>", "[ARGS]", "<|tool_call_end|>", '"""'),
+)
+
+
+def module_of(parser: str) -> Any:
+    return importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+
+
+def tagged(parser: str, name: str, arguments: dict[str, Any], spaced: bool) -> str:
+    tags = FAMILIES[parser].build
+    assert not callable(tags)
+    space = "\n" if spaced else ""
+    opens, closes = tags.section if spaced else ("", "")
+    parts = [tags.begin.replace("{name}", name).replace("{index}", "1")]
+    for key, value in arguments.items():
+        is_text = isinstance(value, str)
+        parts += [
+            tags.key.replace("{key}", key).replace("{type}", "string" if is_text else "json"),
+            f"{opens}{value}{closes}" if is_text else json.dumps(value),
+            tags.close,
+        ]
+    return "".join([*parts, tags.finish]).replace("~", space)
+
+
+def gemma(value: Any, quote: str) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma(each, quote)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(gemma(each, quote) for each in value)}]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
+
+
+def written(parser: str, name: str, arguments: dict[str, Any], draw: random.Random) -> str:
+    """A call as the models of a parser write it."""
+    dumped = json.dumps(arguments, ensure_ascii=draw.random() < 0.5)
+    if writes_tags(parser):
+        return tagged(parser, name, arguments, draw.random() < 0.5)
+    match parser:
+        case "json_tools":
+            head = {"name": name, "arguments": arguments}
+            return "\n" + json.dumps(dict(draw.sample(list(head.items()), 2)))
+        case "kimi_k2":
+            return (
+                f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{dumped}"
+                "<|tool_call_end|>"
+            )
+        case "mistral":
+            return f"{name}[ARGS]{dumped}"
+        case "pythonic":
+            values = [
+                f"{key}={repr(value) if draw.random() < 0.6 else json.dumps(value)}"
+                for key, value in arguments.items()
+            ]
+            return f"{name.replace('-', '_')}({', '.join(values)})"
+        case "gemma4":
+            return f"call:{name}{gemma(arguments, '<|' + chr(34) + '|>')}"
+    return f"call:{name}{gemma(arguments, '<escape>')}"
+
+
+def block(parser: str, calls: list[str]) -> str:
+    """What stands between the markers of calls."""
+    within = FAMILIES[parser].within
+    if within is None:
+        return calls[0]
+    text = within.join(calls)
+    return f"[{text}]" if parser == "pythonic" else text
+
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {}
+TEXTS = st.lists(st.one_of(st.text(max_size=6), st.sampled_from(NASTY)), max_size=6).map("".join)
+ANY = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        TEXTS,
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "path": TEXTS,
+        "text": TEXTS,
+        "maybe": st.one_of(TEXTS, st.none()),
+        "n": st.integers(),
+        "on": st.booleans(),
+        "items": st.lists(ANY, max_size=3),
+        "options": st.dictionaries(st.sampled_from("abc"), ANY, max_size=3),
+        "other": ANY,
+    },
+)
+CALLS = st.tuples(st.sampled_from(["write", "get-x", "write_2"]), ARGUMENTS)
+
+
+def streamed(parser: str, parts: list[str], is_cut: bool = False) -> tuple[list[Any], str | None]:
+    """The calls of a block, with None for those that end malformed, and its text. Checks that the
+    parts of each call are its JSON.
+    """
+    stream = CallStream(module_of(parser).parse_tool_call, TOOLS)
+    pieces = [piece for part in parts for piece in stream.feed(part)]
+    rest, text = stream.end(is_cut)
+    return joined([*pieces, *rest]), text
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def joined(pieces: list[Any]) -> list[Call | None]:
+    calls: list[Call | None] = []
+    begun, sent = None, ""
+    for piece in pieces:
+        if isinstance(piece, CallPart):
+            assert begun in (None, piece.name)
+            begun, sent = piece.name, sent + piece.text
+            continue
+        if isinstance(piece, Call):
+            assert begun in (None, piece.name)
+            assert piece.written.startswith(sent)
+            assert piece.written != sent
+        else:
+            assert isinstance(piece, CallCut)
+            assert begun is not None
+            assert not is_json(sent)
+        calls.append(piece if isinstance(piece, Call) else None)
+        begun, sent = None, ""
+    assert begun is None
+    return calls
+
+
+def whole(parser: str, text: str) -> tuple[list[Any], str | None]:
+    """The calls of a block that is read when it has ended."""
+    stream = CallStream(module_of(parser).parse_tool_call, TOOLS)
+    stream._reader, stream.text = None, text
+    return stream.end(is_cut=False)
+
+
+def cut(text: str, draw: random.Random) -> list[str]:
+    """A text in parts."""
+    size = draw.choice([1, 3, 8, 1000])
+    parts = []
+    while text:
+        taken = draw.randint(1, size)
+        parts.append(text[:taken])
+        text = text[taken:]
+    return parts
+
+
+def test_every_parser_of_mlx_lm_has_a_reader() -> None:
+    assert set(READERS) == {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)}
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@settings(max_examples=many(200, 4000), deadline=None)
+@given(st.lists(CALLS, min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_the_parts_of_calls_are_the_whole_calls(
+    parser: str, calls: list[tuple[str, Any]], draw: random.Random
+) -> None:
+    text = block(parser, [written(parser, name, given, draw) for name, given in calls])
+    found, rest = streamed(parser, cut(text, draw))
+    expected, text_of_none = whole(parser, text)
+    assert [call for call in found if call is not None][: len(expected)] == expected
+    assert (rest is None) == (text_of_none is None)
