@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import agents, patch, plan, store, top, transfer
+from .commands import agents, patch, plan, plugin, store, top, transfer
 from .commands.doctor import command as doctor
 from .errors import BlockpoolError
 from .model_files.device import mlx_problem
@@ -75,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "doctor", help="check whether the server will run well here, and what to do if not"
         )
+    )
+    plugin.add_options(
+        commands.add_parser("plugin", help="begin a package for a model that mlx-lm does not have")
     )
     text = "the prefixes on disk: show, check and clear them, export and import"
     actions = store.add_options(commands.add_parser("store", help=text))
