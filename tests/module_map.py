@@ -46,7 +46,13 @@ def packages() -> list[Path]:
         return FOLDERS.index(parts[0]), level if len(parts) > 1 else -1, package.as_posix()
 
     return sorted(
-        {file.parent for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")}, key=order
+        {
+            file.parent
+            for folder in FOLDERS
+            for file in (ROOT / folder).rglob("*.py")
+            if "plugin_template" not in file.parts
+        },
+        key=order,
     )
 
 

@@ -22,7 +22,13 @@ import mlx_blockpool
 from mlx_blockpool import mlx_lm_compat
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted(p for folder in ("mlx_blockpool", "plugins") for p in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    path
+    for folder in ("mlx_blockpool", "plugins")
+    for path in (ROOT / folder).rglob("*.py")
+    # The files that `plugin new` copies are a package by themselves.
+    if "plugin_template" not in path.parts
+)
 TEXTS = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in FILES}
 
 PUBLIC = [
@@ -56,7 +62,8 @@ def test_the_wheel_has_every_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     folders = {
         str(file.parent.relative_to(ROOT)).replace("/", ".")
-        for file in (ROOT / "mlx_blockpool").rglob("__init__.py")
+        for file in FILES
+        if file.name == "__init__.py" and file.is_relative_to(ROOT / "mlx_blockpool")
     }
     assert folders <= set(project["tool"]["setuptools"]["packages"])
 

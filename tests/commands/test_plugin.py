@@ -1,5 +1,5 @@
-"""The example of plugins/README.md: installed by its pyproject.toml into a fresh environment, it
-does what is said there.
+"""`plugin new`: the package that it writes works as plugins/README.md says, installed into a fresh
+environment.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 from documents import section
-from forks import server_forks
 from testing.runs_pytest import PLUGIN
 
+from mlx_blockpool.commands.plugin import write_package
+from mlx_blockpool.errors import PluginError
 from mlx_blockpool.testing import CHECKS
 
 ROOT = Path(__file__).parent.parent.parent
-EXAMPLE = ROOT / "tests/plugin_example"
+TEMPLATE = ROOT / "mlx_blockpool/commands/plugin_template"
 SECTION = section("plugins/README.md", "Write a plugin")
 COMMANDS = [
     line
@@ -47,13 +48,12 @@ HOOK = (
     "from mlx_blockpool.errors import SpecError\n\n@hookimpl\ndef model_cache_spec(config, "
     "model_id):\n"
 )
+PLAN = next(command for command in COMMANDS if " plan " in command)
 MAIN = "from mlx_blockpool.cli import main; raise SystemExit(main())"
 
 
 class Environment:
-    """A fresh environment that also has what this one has, and a folder with a copy of the
-    example to install.
-    """
+    """A fresh environment that also has what this one has, in which a plugin is begun."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,15 +61,11 @@ class Environment:
         self.python = next((folder / "venv").glob("bin/python"))
         self.site = next((folder / "venv/lib").glob("python*/site-packages"))
         # addsitedir, so that what is installed here by links is found too.
-        (self.site / "beside.pth").write_text(
+        (self.site / "installed.pth").write_text(
             f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n"
         )
-        self.example = folder / "tests/plugin_example"
-        shutil.copytree(
-            EXAMPLE,
-            self.example,
-            ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"),
-        )
+        self.must(COMMANDS[0])
+        self.source = folder / "my-arch/my_arch/__init__.py"
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         """A command of the README, with the programs of this environment."""
@@ -91,7 +87,7 @@ class Environment:
                 "no:cacheprovider",
                 *arguments[:1],
             ],
-            ".venv/bin/mlx-blockpool": [str(self.python), "-c", MAIN, "plan"],
+            ".venv/bin/mlx-blockpool": [str(self.python), "-c", MAIN, *arguments[:1]],
         }[program]
         # A source that is changed twice in a second would be read from its old bytecode.
         env = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -114,36 +110,52 @@ class Environment:
             [str(self.python), "-c", code], cwd="/", capture_output=True, text=True, check=True
         ).stdout
 
-    def fork(self, code: str) -> str:
-        """code() in a process that has imported the package before it finds what is installed
-        here.
-        """
-        ran = server_forks().run(f"import site; site.addsitedir({str(self.site)!r})\n{code}")
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The example, installed as the README says; the commands are the README's."""
-    found = Environment(tmp_path_factory.mktemp("example"))
-    assert COMMANDS[0] == ".venv/bin/pip install -e tests/plugin_example"
-    found.must(COMMANDS[0])
+    """The package, begun and installed as the README says; the commands are the README's."""
+    found = Environment(tmp_path_factory.mktemp("plugin"))
+    found.must(COMMANDS[1])
     return found
 
 
-@pytest.mark.parametrize(
-    "file",
-    sorted(str(p.relative_to(ROOT)) for p in EXAMPLE.rglob("*") if p.suffix in (".py", ".toml")),
-)
-def test_the_readme_shows_the_files_of_the_example(file: str) -> None:
-    shown = dict(re.findall(r"```\w+ (\S+)\n(.*?)```", SECTION, re.DOTALL))
-    assert shown.get(file) == (ROOT / file).read_text(encoding="utf-8")
+def test_the_readme_shows_files_of_the_package() -> None:
+    shown = dict(re.findall(r"```python (\S+)\n(.*?)```", SECTION, re.DOTALL))
+    assert len(shown) == 2
+    assert shown == {file: (TEMPLATE / file).read_text(encoding="utf-8") for file in shown}
 
 
-def test_the_readme_shows_no_other_files() -> None:
-    named = re.findall(r"```\w+ (\S+)\n", SECTION)
-    assert [name for name in named if not (ROOT / name).is_file()] == []
+def test_a_package_is_begun_under_any_name(tmp_path: Path) -> None:
+    said = write_package("glm-6-air", tmp_path)
+    files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    assert files == {
+        "glm-6-air/config.json",
+        "glm-6-air/glm_6_air/__init__.py",
+        "glm-6-air/glm_6_air/model.py",
+        "glm-6-air/pyproject.toml",
+        "glm-6-air/tests/test_conformance.py",
+    }
+    text = "".join((tmp_path / file).read_text() for file in files)
+    assert "class TestGlm6Air" in text
+    assert not re.search("my.?arch", text, re.IGNORECASE)
+    assert "pytest" in said
+
+
+@pytest.mark.parametrize("name", ["", "My-Arch", "../up", "a--b", "-a", "a.b", "3d"])
+def test_names_that_no_package_can_have_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="lower-case"):
+        write_package(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes").write_text("kept")
+    with pytest.raises(PluginError, match="exists"):
+        write_package("mine", tmp_path)
+    with pytest.raises(PluginError, match="cannot be written"):
+        write_package("mine", tmp_path / "missing")
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes"]
 
 
 def test_the_readme_says_what_each_check_does() -> None:
@@ -152,44 +164,38 @@ def test_the_readme_says_what_each_check_does() -> None:
     assert rows[1:] == [(name, " ".join(text.split())) for name, text in first.items()]
 
 
-def test_it_is_found_by_its_entry_point_and_overrides_the_bundled_one(
+def test_it_is_found_by_its_entry_point_and_overrides_the_bundled_ones(
     installed: Environment,
 ) -> None:
     said = installed.code("""
-from mlx_blockpool import spec_from_config
+import my_arch
+from mlx_blockpool import hookimpl, spec_from_config
 from mlx_blockpool.plugins import make_plugin_manager
 manager = make_plugin_manager()
 print([dist.metadata["Name"] for _, dist in manager.list_plugin_distinfo()])
 llama = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
-         "num_hidden_layers": 3, "torch_dtype": "float16",
-    "intermediate_size": 96, "rms_norm_eps": 1e-5, "vocab_size": 90, "num_key_value_heads": 4}
-print(spec_from_config(llama, "mine"))
-types = ["sliding_attention", "sliding_attention", "full_attention"]
-print(spec_from_config({**llama, "layer_types": types, "sliding_window": 32}, "mine").layers[0])
-print(spec_from_config({**llama, "model_type": "qwen2"}, "mine").model_id)
+         "num_hidden_layers": 1, "intermediate_size": 96, "rms_norm_eps": 1e-5, "vocab_size": 90}
+print(spec_from_config(llama, "mine").layers)
+own = my_arch.model_cache_spec
+my_arch.model_cache_spec = hookimpl(lambda config, model_id: own(
+    {**config, "model_type": "my_arch", "num_key_value_heads": 4, "head_dim": 8}, model_id))
+print(spec_from_config(llama, "mine").layers)
 """)
-    layer = "FullLayer(kv_heads=4, key_dim=16, value_dim=16)"
     assert said.splitlines() == [
-        "['blockpool-tiny-llama']",
-        f"ModelCacheSpec(model_id='mine, by tiny-llama', layers=({layer}, {layer}, {layer}), "
-        "dtype='float16', batches=True, "
-        "max_kv_size=None, bits=None)",
-        "WindowLayer(kv_heads=4, key_dim=16, value_dim=16, max_size=32, keep=0)",
-        "mine",
+        "['my-arch']",
+        "(FullLayer(kv_heads=4, key_dim=16, value_dim=16),)",
+        "(FullLayer(kv_heads=4, key_dim=8, value_dim=8),)",
     ]
 
 
 def test_plan_uses_it(installed: Environment) -> None:
-    said = installed.must(next(c for c in COMMANDS if " plan " in c))
-    assert (
-        said.splitlines()[0]
-        == "tests/plugin_example/config.json, by tiny-llama, bfloat16: 3 layers"
-    )
+    said = installed.must(PLAN)
+    assert said.splitlines()[0] == "my-arch/config.json, bfloat16: 2 layers"
 
 
 @pytest.mark.thorough
 def test_its_own_tests_pass(installed: Environment) -> None:
-    said = installed.must(next(c for c in COMMANDS if c.endswith("pytest tests/plugin_example")))
+    said = installed.must(next(c for c in COMMANDS if c.endswith("pytest my-arch")))
     assert f"{len(CHECKS) - 1} passed, 1 skipped" in said
 
 
@@ -201,68 +207,47 @@ def test_the_checks_run_on_its_config(installed: Environment) -> None:
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_plugin_names_itself(installed: Environment, fault: str) -> None:
-    source = installed.example / "blockpool_tiny_llama/__init__.py"
+    source = installed.source
     line, said = BROKEN[fault]
     right = source.read_text()
     try:
         source.write_text(f"{right.partition('@hookimpl')[0]}{HOOK}{line}\n")
-        ran = installed.run(next(c for c in COMMANDS if " plan " in c))
+        ran = installed.run(PLAN)
     finally:
         source.write_text(right)
     assert ran.returncode == 1
     assert said in ran.stderr
-    assert f"plugin blockpool-tiny-llama 0.1.0 (blockpool_tiny_llama, {source})" in ran.stderr
+    assert f"plugin my-arch 0.1.0 (my_arch, {source})" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
 def test_a_plugin_that_does_not_load_names_itself(installed: Environment) -> None:
-    source = installed.example / "blockpool_tiny_llama/__init__.py"
+    source = installed.source
     right = source.read_text()
     try:
         source.write_text("import a_package_that_is_not_there\n")
-        ran = installed.run(next(c for c in COMMANDS if " plan " in c))
+        ran = installed.run(PLAN)
     finally:
         source.write_text(right)
     assert ran.returncode == 1
-    assert (
-        "blockpool-tiny-llama 0.1.0: entry point tiny_llama = blockpool_tiny_llama in group "
-        "mlx_blockpool" in ran.stderr
-    )
+    assert "my-arch 0.1.0: entry point my_arch = my_arch in group mlx_blockpool" in ran.stderr
     assert "No module named 'a_package_that_is_not_there'" in ran.stderr
 
 
-def test_a_plugin_that_contradicts_the_model_is_named(installed: Environment) -> None:
-    said = installed.fork("""
-from mlx_blockpool.errors import PluginError
-from mlx_blockpool.hooks import hookimpl
-from mlx_blockpool.plugins import make_plugin_manager, spec_of_model
-from mlx_blockpool.testing import tiny_model
-config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
-          "num_hidden_layers": 1, "vocab_size": 99}
-model = tiny_model({**config, "intermediate_size": 96, "rms_norm_eps": 1e-5})
-try:
-    spec_of_model(model, {**config, "head_dim": 8}, "mine")
-except PluginError as error:
-    print(error)
-""")
-    assert "mine, by tiny-llama, layer 0: the spec says FullLayer(kv_heads=4, key_dim=8" in said
-    assert "The spec is from plugin blockpool-tiny-llama 0.1.0 (blockpool_tiny_llama, " in said
-
-
-def test_uninstalled_the_bundled_one_is_back(installed: Environment) -> None:
-    assert COMMANDS[-1] == ".venv/bin/pip uninstall -y blockpool-tiny-llama"
+def test_uninstalled_the_type_is_unknown(installed: Environment) -> None:
     installed.must(COMMANDS[-1])
-    said = installed.must(next(c for c in COMMANDS if " plan " in c))
+    ran = installed.run(PLAN)
     # A worker may run other tests of this file after this one.
-    installed.must(COMMANDS[0])
-    assert said.splitlines()[0] == "tests/plugin_example/config.json, bfloat16: 3 layers"
+    installed.must(COMMANDS[1])
+    assert ran.returncode == 1
+    assert "nor an installed plugin has model_type 'my_arch'" in ran.stderr
 
 
 @pytest.mark.thorough
 def test_it_is_installed_as_a_wheel_too(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
-    environment.must(".venv/bin/pip install tests/plugin_example")
-    shutil.rmtree(environment.example / "blockpool_tiny_llama")
+    environment.must(".venv/bin/pip install ./my-arch")
+    shutil.rmtree(environment.source.parent)
     code = (
         "from mlx_blockpool import plugins; print([d.version for _, d in "
         "plugins.make_plugin_manager().list_plugin_distinfo()])"
