@@ -150,8 +150,9 @@ class Reader:
         self._start, self._is_named, self._sent = self._at, False, []
 
     def _flush(self) -> None:
-        if self._is_named and self._written:
-            self._events.append(More("".join(self._written)))
+        if self._is_named:
+            if text := "".join(self._written):
+                self._events.append(More(text))
             self._written = []
 
     @property
