@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .quantised import Rows, View, concatenated, dense, part_of, scores, weighed
+from .quantised import Attended, Rows, concatenated, dense, part_of, scores, weighed
 
 # Keys and values that are dequantised at a time, or those of one head where these are more.
 PIECE_BYTES = 16 * 2**20
@@ -21,7 +21,7 @@ PIECE_BYTES = 16 * 2**20
 
 def attend_runs(
     queries: mx.array,
-    views: list[View],
+    views: Sequence[Attended],
     scale: float,
     sinks: mx.array | None,
     mask: mx.array | None = None,
@@ -42,7 +42,11 @@ def attend_runs(
 
 
 def attend_quantised(
-    queries: mx.array, views: list[View], scale: float, mask: Any, sinks: mx.array | None
+    queries: mx.array,
+    views: Sequence[tuple[Rows, Rows]],
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
 ) -> mx.array:
     """Attention of queries [1, heads, n, key_dim] to quantised runs: of one token in place, of
     several by heads.
@@ -54,7 +58,11 @@ def attend_quantised(
 
 
 def attend_by_heads(
-    queries: mx.array, views: list[View], scale: float, mask: Any, sinks: mx.array | None
+    queries: mx.array,
+    views: Sequence[tuple[Rows, Rows]],
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
 ) -> mx.array:
     """Attention of queries [1, heads, n, key_dim] to quantised runs by mlx's own kernel, whose
     masks and sums it has.
@@ -97,7 +105,10 @@ def group_queries(queries: mx.array, kv_heads: int, scale: float) -> mx.array:
 
 
 def attend_grouped(
-    grouped: mx.array, views: list[View], sinks: mx.array | None, mask: mx.array | None = None
+    grouped: mx.array,
+    views: Sequence[Attended],
+    sinks: mx.array | None,
+    mask: mx.array | None = None,
 ) -> mx.array:
     """attend_runs() of grouped queries [B, kv_heads, group, key_dim]; returns [B, kv_heads,
     group, value_dim] in their type.
@@ -137,8 +148,8 @@ def attend_causally(
 
 def attend_cluster(
     grouped: mx.array,
-    shared: Sequence[View],
-    own: Sequence[list[View]],
+    shared: Sequence[Attended],
+    own: Sequence[Sequence[Attended]],
     sinks: mx.array | None,
     counts: Sequence[int] | None = None,
     masks: Sequence[mx.array | None] | None = None,
@@ -223,7 +234,9 @@ def _sink_scores(like: mx.array, sinks: mx.array | None) -> list[mx.array]:
 
 
 def _own_scores(
-    tails: Sequence[mx.array], own: Sequence[list[View]], masks: Sequence[mx.array | None] | None
+    tails: Sequence[mx.array],
+    own: Sequence[Sequence[Attended]],
+    masks: Sequence[mx.array | None] | None,
 ) -> mx.array:
     """Scores [1, kv_heads, all rows, longest] of each member's own runs, -inf after the shorter
     ones and where a mask hides.
@@ -244,7 +257,7 @@ def _own_scores(
     return concatenated(rows, 2)
 
 
-def _weigh(weights: mx.array, views: Sequence[View], start: int) -> mx.array:
+def _weigh(weights: mx.array, views: Sequence[Attended], start: int) -> mx.array:
     """The sum of the values, weighed by the columns from `start` on."""
     parts = []
     for _, values in views:

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..mlx_lm_compat import BaseCache
-from .quantised import View, concatenated
+from .quantised import KEYS_AND_VALUES, Roles, View, concatenated
 from .sequence import ALL_ALIKE
 from .shards import placeholder_keys, send_now
 from .step import Step, plain_step, tentative_step
@@ -134,7 +134,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         self._prompts = None
         if self._tentative is not None:
             self._new = self._tentative.write(first.place.index, rows)
-        elif n == 1 and self._lengths is None:
+        elif self.is_step(n):
             self._decode(rows)
         else:
             self._prompts = self._write_prompts(rows)
@@ -155,11 +155,45 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             raise NotImplementedError("The model has a mask that its caches do not make.")
         if self._prompts is not None:
             return self._attend_prompts(queries, self._prompts, scale, sinks)
+        return self.attend_step(queries, scale, sinks, KEYS_AND_VALUES)
+
+    def attend_parts(
+        self,
+        queries: Sequence[mx.array],
+        scale: float,
+        value: int = 0,
+        chosen: Sequence[mx.array | None] | None = None,
+    ) -> mx.array:
+        """Attention of a step (is_step()) in which several arrays of the layer score a token.
+
+        queries: one for each of the first arrays, in their order, [rows, heads, 1, its dim]. The
+        score of a token is `scale` times the sum of their products with its rows. value: the array
+        whose rows are summed by the softmax of the scores. chosen: for each member the positions
+        [n] of the tokens that it attends to, or None for all; not while rows are computed. Call it
+        after update_and_fetch(). Returns [rows, heads, 1, dim of the array `value`].
+        """
+        if chosen is not None:
+            assert self._tentative is None, "rows attend to all tokens"
+            return concatenated(
+                [
+                    member.attend_parts([q[i : i + 1] for q in queries], scale, value, [places])
+                    for i, (member, places) in enumerate(zip(self.members, chosen, strict=True))
+                ]
+            )
+        roles = Roles(len(queries), value)
+        return self.attend_step(concatenated(queries, -1), scale, None, roles)
+
+    def attend_step(
+        self, queries: mx.array, scale: float, sinks: mx.array | None, roles: Roles
+    ) -> mx.array:
+        """Attention of a step to what is keys and values by `roles`; queries are scored by all
+        arrays that are keys as one.
+        """
         first = self.members[0]
         arena = first.sequence.arena
         step = self._tentative or arena.steps[first.place.group]
         arena.decode.path_counts[step.path] += 1
-        out: mx.array = step.attend(first.place.index, queries, self._new, scale, sinks)
+        out: mx.array = step.attend(first.place.index, queries, self._new, scale, sinks, roles)
         return out
 
     def _decode(self, rows: View) -> None:
@@ -173,6 +207,10 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         step.write(first.place.index, rows)
         for member in self.members:
             member.advance(1)
+
+    def is_step(self, n: int) -> bool:
+        """Return whether the next `n` tokens of a pass are one of each member, or rows."""
+        return self._tentative is not None or (n == 1 and self._lengths is None)
 
     @property
     def is_tentative(self) -> bool:
@@ -221,15 +259,17 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         Others need none: each member has its own mask where it attends.
         """
         needed = getattr(self.members[0], "max_size", None)
-        is_special = return_array or (window_size is not None and window_size != needed)
-        if N == 1 and not is_special:
+        is_special = window_size is not None and window_size != needed
+        if N == 1 and not (return_array or is_special):
             return None
         pairs = list(zip(self.members, self.counts(N), strict=True))
-        if not is_special:
+        if not (return_array or is_special):
             return MemberMasks([_mask(member, count) for member, count in pairs], False)
         given = {"return_array": return_array, "window_size": window_size}
         masks = [member.make_mask(count, **given) if count else None for member, count in pairs]
-        return MemberMasks(masks, True)
+        # One token sees all before it.
+        has_masks = any(mask is not None for mask in masks)
+        return MemberMasks(masks, is_special) if has_masks else None
 
     def prepare(
         self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None

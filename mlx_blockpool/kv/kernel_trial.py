@@ -22,6 +22,7 @@ from .arena import KVArena
 from .kernel_attention import kernel_form
 from .layer_caches import PooledLayer
 from .prompt_cache import pooled_caches
+from .quantised import KEYS_AND_VALUES
 from .scratch import AttentionInputs, append, capture_attention_inputs, scratch_arena
 from .step import plain_step, tentative_step
 
@@ -102,6 +103,8 @@ def _trial(arena: KVArena, group: int, inputs: list[AttentionInputs]) -> str | N
     if not inputs:
         return "a decode step of the model does not read these layers"
     for each in inputs:
+        if each.roles != KEYS_AND_VALUES:
+            return "its attention reads the arrays of these layers in another way"
         form = kernel_form(arena.spec, layer, each.queries.shape[1])
         if (why := form.refusal()) is not None:
             return why

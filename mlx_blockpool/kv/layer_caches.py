@@ -23,11 +23,13 @@ from .attention import attend_quantised, attend_runs
 from .batch_cache import PooledBatchCache, need_one_form
 from .quantised import (
     Quantised,
+    Roles,
     Rows,
     View,
     arrays_of,
     as_rows,
     columns,
+    concatenated,
     dense,
     each,
     in_form,
@@ -145,8 +147,8 @@ class PooledLayer(Member):
         quantised = isinstance(keys, Quantised) or isinstance(values, Quantised)
         if quantised or (queries.shape[2] == 1 and mask is None):
             in_runs = len(self.sequence.slab_runs(self.place.group, self.size())) > 1
-            views: list[View] = (
-                [view[:2] for view in self.attended()] if in_runs else [(keys, values)]
+            views = (
+                [(read[0], read[1]) for read in self.attended()] if in_runs else [(keys, values)]
             )
             if quantised:
                 return attend_quantised(queries, views, scale, mask, sinks)
@@ -156,6 +158,21 @@ class PooledLayer(Member):
             queries, keys, values, None, scale=scale, mask=mask, sinks=sinks
         )
         return out
+
+    def attend_parts(
+        self,
+        queries: Sequence[mx.array],
+        scale: float,
+        value: int = 0,
+        chosen: Sequence[mx.array | None] | None = None,
+    ) -> mx.array:
+        """PooledBatchCache.attend_parts() of one sequence."""
+        roles, views = Roles(len(queries), value), self.attended()
+        if chosen is not None and (places := chosen[0]) is not None:
+            rows = join(views)
+            views = [tuple(each(lambda held: mx.take(held, places, axis=2), r) for r in rows)]
+        read = [roles.attended(view) for view in views]
+        return attend_runs(concatenated(queries, -1), read, scale, None)
 
     def views(self) -> list[View]:
         """The rows of each run, in the order in which they are stored."""

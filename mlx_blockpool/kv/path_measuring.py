@@ -241,9 +241,9 @@ class PathTrial:
         """One step of all layers, each of which waits for the one before it."""
         before = mx.zeros((self._rows, 1, 1, 1), self.arena.dtype)
         for cache in self._batch:
-            keys, values = cache.update_and_fetch(self._keys + before, self._values + before)
-            queries = self._queries + before.astype(self._queries.dtype)
-            out = cache.attend(queries, keys, values, self.inputs.scale, None, self.inputs.sinks)
+            cache.update_and_fetch(self._keys + before, self._values + before)
+            queries, given = self._queries + before.astype(self._queries.dtype), self.inputs
+            out = cache.attend_step(queries, given.scale, given.sinks, given.roles)
             before = out[:, :1, :, :1].astype(self.arena.dtype)
         return before
 

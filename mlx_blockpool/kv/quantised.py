@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
@@ -43,6 +44,40 @@ class Quantised(NamedTuple):
 Rows: TypeAlias = mx.array | Quantised
 # The rows of each array of a layer: keys and values.
 View: TypeAlias = tuple[Rows, ...]
+
+
+class Joint(NamedTuple):
+    """Rows of several arrays as those of one array, whose dimensions follow each other."""
+
+    parts: View
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return (*self.parts[0].shape[:-1], sum(part.shape[-1] for part in self.parts))
+
+
+class Roles(NamedTuple):
+    """What attention makes of the arrays of a layer: queries are scored by the first `keys` of
+    them as one, and the array `values` is summed.
+    """
+
+    keys: int
+    values: int
+
+    @property
+    def num_arrays(self) -> int:
+        """How many arrays are read."""
+        return max(self.keys, self.values + 1)
+
+    def attended(self, view: View) -> Attended:
+        """Keys and values among the rows of each array."""
+        return view[0] if self.keys == 1 else Joint(view[: self.keys]), view[self.values]
+
+
+# What attention reads: keys and values.
+Attended: TypeAlias = tuple[Rows | Joint, Rows]
+KEYS_AND_VALUES = Roles(1, 1)
 # An index of rows that takes their last axis as a whole.
 Where: TypeAlias = slice | tuple[slice | mx.array, ...]
 
@@ -167,10 +202,17 @@ def dense(rows: Rows) -> mx.array:
     return (values * scales[..., None] + biases[..., None]).reshape(rows.shape)
 
 
-def scores(queries: mx.array, keys: Rows) -> mx.array:
+def scores(queries: mx.array, keys: Rows | Joint) -> mx.array:
     """queries k^T: [1, heads, rows, dim] by [1, heads, n, dim] -> [1, heads, rows, n]; of
     quantised keys in float32 on CPU.
     """
+    if isinstance(keys, Joint):
+        ends = list(accumulate(part.shape[-1] for part in keys.parts))
+        found = [
+            scores(queries[..., start:end], part)
+            for part, (start, end) in zip(keys.parts, pairwise([0, *ends]), strict=True)
+        ]
+        return sum(found[1:], found[0])
     return (
         _product(queries, keys, True)
         if isinstance(keys, Quantised)

@@ -20,6 +20,7 @@ from .arena import KVArena
 from .batch_cache import PooledBatchCache
 from .capabilities import RAGGED
 from .prompt_cache import batch_of, leaves_of, make_prompt_cache
+from .quantised import KEYS_AND_VALUES, Roles
 from .shards import without_collectives
 
 
@@ -75,16 +76,19 @@ def pipelined(step: Callable[[], Any], steps: int) -> None:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What a layer attends with: queries [1, heads, 1, dim], their scale, and sinks [heads]."""
+    """What a layer attends with: queries [1, heads, 1, dim], their scale, sinks [heads], and what
+    the arrays of the layer are to them.
+    """
 
     queries: mx.array
     scale: float
     sinks: mx.array | None
+    roles: Roles = KEYS_AND_VALUES
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a kernel depends on."""
-        return self.queries.shape[1], self.queries.dtype, self.sinks is None
+        return self.queries.shape[1], self.queries.dtype, self.sinks is None, self.roles
 
 
 def capture_attention_inputs(model: Any, arena: KVArena) -> dict[int, list[AttentionInputs]]:
@@ -98,15 +102,13 @@ def capture_attention_inputs(model: Any, arena: KVArena) -> dict[int, list[Atten
     def note(
         cache: PooledBatchCache,
         queries: mx.array,
-        keys: Any,
-        values: Any,
         scale: float,
-        mask: Any,
-        sinks: Any,
+        sinks: mx.array | None,
+        roles: Roles,
     ) -> mx.array:
-        inputs = AttentionInputs(queries, scale, sinks)
+        inputs = AttentionInputs(queries, scale, sinks, roles)
         found.setdefault(cache.members[0].place.group, {}).setdefault(inputs.kind, inputs)
-        return PooledBatchCache.attend(cache, queries, keys, values, scale, mask, sinks)
+        return PooledBatchCache.attend_step(cache, queries, scale, sinks, roles)
 
     with without_collectives(model), arena.decode.uncounted():
         caches = make_prompt_cache(model, arena)
@@ -114,13 +116,13 @@ def capture_attention_inputs(model: Any, arena: KVArena) -> dict[int, list[Atten
         batch = batch_of([caches])
         leaves = [leaf for leaf in leaves_of(batch) if isinstance(leaf, PooledBatchCache)]
         for leaf in leaves:
-            leaf.attend = partial(note, leaf)  # type: ignore[method-assign]
+            leaf.attend_step = partial(note, leaf)  # type: ignore[method-assign]
         try:
             mx.eval(model(mx.array([[1]]), cache=batch))
         finally:
             for leaf in leaves:
                 # It refers to itself, and would keep its blocks.
-                del leaf.attend
+                del leaf.attend_step
         kinds = {group: list(each.values()) for group, each in found.items()}
         mx.eval([inputs.queries for each in kinds.values() for inputs in each])
     return kinds

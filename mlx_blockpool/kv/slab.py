@@ -12,15 +12,28 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS, LayerGroup, ModelCacheSpec
-from .quantised import Rows, View, arrays_of, as_rows, columns, each, in_form, part_of, put
+from .quantised import (
+    KEYS_AND_VALUES,
+    Attended,
+    Roles,
+    Rows,
+    View,
+    arrays_of,
+    as_rows,
+    columns,
+    each,
+    in_form,
+    part_of,
+    put,
+)
 
 
 class Slab:
     """The arrays of each layer of one group, in the order of layer.arrays: [1, heads, blocks * 256,
     ..] each, or three if quantised.
 
-    layers: the rows of each layer. attended: its keys and values, which attention reads. forms: how
-    each array of a layer is quantised; None for one that is as the model computes it.
+    layers: the rows of each layer. attended: its keys and values. forms: how each array of a layer
+    is quantised; None for one that is as the model computes it.
     """
 
     def __init__(self, spec: ModelCacheSpec, group: LayerGroup, blocks: int) -> None:
@@ -80,12 +93,24 @@ class Slab:
         where = (slice(None), slice(None), slice(start, start + count))
         return tuple([part_of(rows, where) for rows in self.layers[index]])
 
-    def read_attended(self, index: int, start: int, count: int, first: int, last: int) -> View:
+    def read_attended(
+        self,
+        index: int,
+        start: int,
+        count: int,
+        first: int,
+        last: int,
+        roles: Roles = KEYS_AND_VALUES,
+    ) -> Attended:
         """Views of tokens [start, start + count) and heads [first, last) of the keys and values of
         the group's layer `index`.
         """
         where = (slice(None), slice(first, last), slice(start, start + count))
-        return tuple([part_of(rows, where) for rows in self.attended[index]])
+        if roles == KEYS_AND_VALUES:
+            keys, values = self.attended[index]
+            return part_of(keys, where), part_of(values, where)
+        held = self.layers[index][: roles.num_arrays]
+        return roles.attended(tuple([part_of(rows, where) for rows in held]))
 
 
 # (slab, first token in it, tokens): a stretch of a sequence that lies in one piece.

@@ -22,7 +22,16 @@ from .arena import KVArena, Place
 from .attention import attend_causally, attend_cluster, attend_grouped, group_queries
 from .decode_policy import device
 from .kernel_attention import KernelAttention
-from .quantised import Rows, View, each, in_form, part_of
+from .quantised import (
+    KEYS_AND_VALUES,
+    Attended,
+    Roles,
+    Rows,
+    View,
+    each,
+    in_form,
+    part_of,
+)
 from .sequence import SequenceCache
 from .shares import MOST_STREAMS, Cluster, Pieces, Share, Shares, divide, find_clusters, pieces_of
 from .slab import Slab
@@ -278,17 +287,26 @@ class Step:
         return tuple(map(in_form, new, self._forms))
 
     def attend(
-        self, index: int, queries: mx.array, new: View | None, scale: float, sinks: mx.array | None
+        self,
+        index: int,
+        queries: mx.array,
+        new: View | None,
+        scale: float,
+        sinks: mx.array | None,
+        roles: Roles = KEYS_AND_VALUES,
     ) -> mx.array:
         """Attention of queries [rows, heads, 1, dim] in the group's layer `index`; `new` is what
         write() returned.
         """
         if self._kernel is not None:
+            assert roles == KEYS_AND_VALUES, f"the kernel is trusted with {roles}"
             return self._kernel.attend(index, queries, scale, sinks, new)
         rows, heads, _, _ = queries.shape
         grouped = group_queries(queries, self.layer.kv_heads, scale)
         sinks = None if sinks is None else sinks.reshape(self.layer.kv_heads, -1)
-        out = self._shares.attend(lambda share: self._read(share, index, grouped, new, sinks))
+        out = self._shares.attend(
+            lambda share: self._read(share, index, grouped, new, sinks, roles)
+        )
         return out.reshape(rows, heads, 1, -1)
 
     def commit(self, members: Sequence[Member], new: View | None, kept: Sequence[int]) -> None:
@@ -300,19 +318,28 @@ class Step:
             member.sequence.cut(self.group, member.size())
 
     def _read(
-        self, share: Share, index: int, grouped: mx.array, new: View | None, sinks: mx.array | None
+        self,
+        share: Share,
+        index: int,
+        grouped: mx.array,
+        new: View | None,
+        sinks: mx.array | None,
+        roles: Roles,
     ) -> mx.array:
         """Attention of one share: [its rows, its kv heads, group, dim]."""
         members, (first, last), (shared, own) = share.members, share.heads, share.pieces
         mine, heads = grouped[share.queries], slice(first, last)
         sinks = None if sinks is None else sinks[heads]
         tails = [
-            [slab.read_attended(index, start, count, first, last) for slab, start, count in runs]
+            [
+                slab.read_attended(index, start, count, first, last, roles)
+                for slab, start, count in runs
+            ]
             for runs in own
         ]
         if new is not None:
             for i, tail in zip(members, tails, strict=True):
-                tail.append(self._new_rows(i, new, heads))
+                tail.append(self._new_rows(i, new, heads, roles))
         keys, values = tails[0][0]
         is_one_run = not shared and len(tails[0]) == 1
         if (
@@ -326,15 +353,17 @@ class Step:
         if mine.shape[0] == 1:
             return attend_grouped(mine, tails[0], sinks, None if masks is None else masks[0])
         together = [
-            slab.read_attended(index, start, count, first, last) for slab, start, count in shared
+            slab.read_attended(index, start, count, first, last, roles)
+            for slab, start, count in shared
         ]
         return attend_cluster(
             mine, together, tails, sinks, [self.counts[i] for i in members], masks
         )
 
-    def _new_rows(self, member: int, new: View, heads: slice) -> View:
+    def _new_rows(self, member: int, new: View, heads: slice, roles: Roles) -> Attended:
         where = (self._rows[member], heads)
-        return tuple([_as_tokens(part_of(rows, where)) for rows in new[:2]])
+        read = new[: roles.num_arrays]
+        return roles.attended(tuple([_as_tokens(part_of(rows, where)) for rows in read]))
 
     def _size_of(self, member: Member, count: int) -> int:
         """Tokens of its table that a member reads."""
