@@ -54,17 +54,17 @@ def probe(
     mlx-lm's own attention can do. Raises PoolExhaustedError if the pool cannot hold two short
     sequences.
     """
-    found = Capabilities(
-        is_stage=is_stage(model),
-        pads_states=bool(arena.state_leaves) and _leaves_padding_out(model, ranks),
-    )
+    found = Capabilities(is_stage=is_stage(model))
     if not attaches:
-        return found
+        return replace(found, pads_states=_leaves_padding_out(model, arena, ranks))
     before, classes = arena.capabilities, classes_of(model)
     # Caches of the pool work as if the model could do what is tried.
     arena.capabilities = found
     try:
         found = arena.capabilities = _probed_batches(model, arena, found, ranks)
+        found = arena.capabilities = replace(
+            found, pads_states=_leaves_padding_out(model, arena, ranks)
+        )
         if arena.spec.bits is not None and not found.is_attached:
             # The model cannot read these blocks.
             return found
@@ -150,12 +150,23 @@ def _attach_if(
     return None if passed else why or "another rank's part differs"
 
 
-def _leaves_padding_out(model: Any, ranks: Ranks) -> bool:
-    """Return whether mlx-lm's batch of prompts of several lengths gives the logits of single
-    sequences. (jamba's does not.)
+def _leaves_padding_out(model: Any, arena: KVArena, ranks: Ranks) -> bool:
+    """Return whether a batch of prompts of several lengths gives the logits of single sequences
+    though the model has states. (gear's does, baichuan_m1's does not.)
     """
-    with without_collectives(model):
-        why = _difference(model, lambda: _stock_caches(model), pads=True)
+    if not arena.state_leaves:
+        return False
+    found = arena.capabilities
+    arena.capabilities = replace(found, pads_states=True)
+    try:
+        with without_collectives(model):
+            why = (
+                _difference(model, lambda: make_prompt_cache(model, arena), True, arena.spec)
+                if found.ragged
+                else _difference(model, lambda: _stock_caches(model), True)
+            )
+    finally:
+        arena.capabilities = found
     return on_all(ranks, why is None)
 
 

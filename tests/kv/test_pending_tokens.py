@@ -36,8 +36,9 @@ from mlx_blockpool.spec import blocks_for
 
 # States next to full layers, in one layer with them, and without any; chunks of 32 tokens.
 NAMES = ["qwen3_5", "qwen3_next", "lfm2", "falcon_h1", "mamba2", "llama4"]
-# States that take padding in.
-UNPADDED = ["jamba", "olmo_hybrid"]
+# Those of plugins/states.py, and states that take padding in.
+ADAPTED = ["bailing_moe_linear", "jamba", "mamba", "nemotron_h", "olmo_hybrid", "rwkv7"]
+UNPADDED = ["longcat_flash_ngram"]
 MOST = 17
 # Verifications from these places end before, at and after the end of a block.
 STARTS = [238, 250, 255, 256]
@@ -225,7 +226,13 @@ def test_a_sequence_without_states_or_with_empty_ones_starts_with_a_verification
     assert_near(make_model(name)(mx.array([tokens_of(4)[at:]]), cache=caches)[0, -1], expected)
 
 
-@pytest.mark.parametrize("type_", only([*NAMES, *UNPADDED], "qwen3_5", "lfm2", "jamba", "llama4"))
+@pytest.mark.parametrize(
+    "type_",
+    only(
+        [*NAMES, *ADAPTED, *UNPADDED],
+        *("qwen3_5", "lfm2", "jamba", "rwkv7", "longcat_flash_ngram", "llama4"),
+    ),
+)
 @pytest.mark.parametrize("seed", seeds(1, 8))
 def test_members_of_a_batch_are_verified_together(type_: str, seed: int) -> None:
     """With and without drafts, and with tokens that come again: one forward, unless padding would
@@ -297,7 +304,7 @@ def test_at_least_one_token_is_kept_and_no_more_than_there_are(kept: int) -> Non
 @pytest.mark.parametrize(
     ("type_", "expected"),
     [
-        *((name, "padded") for name in NAMES[:-1]),
+        *((name, "padded") for name in [*NAMES[:-1], *ADAPTED]),
         *((name, "alone") for name in ["llama4", *UNPADDED]),
         ("gpt_oss", "rows"),
         ("gear", None),
