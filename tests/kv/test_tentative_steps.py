@@ -463,11 +463,16 @@ def test_a_model_is_not_verified_by_rows_that_see_what_follows_them(
 
 @pytest.mark.parametrize(
     ("name", "verifies"),
-    [("gemma3n", "rows"), ("falcon_h1", "padded"), ("jamba", "alone"), ("baichuan_m1", None)],
+    [
+        ("gemma3n", "rows"),
+        ("falcon_h1", "padded"),
+        ("longcat_flash_ngram", "alone"),
+        ("baichuan_m1", None),
+    ],
 )
 def test_how_drafted_tokens_of_a_model_are_verified(name: str, verifies: str | None) -> None:
-    """The states of falcon_h1 leave padding out, and those of jamba take it in. baichuan_m1 has
-    windows, too.
+    """The states of falcon_h1 leave padding out, and those of longcat_flash_ngram take it in.
+    baichuan_m1 has windows, too.
     """
     assert open_pool(make_architecture(name), 60_000_000).capabilities.verifies == verifies
 
