@@ -16,7 +16,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_blockpool.server.api.anthropic import MessageRenderer, input_usage
-from mlx_blockpool.server.api.call_stream import Call, CallPart
+from mlx_blockpool.server.api.call_stream import Call, CallCut, CallPart
 from mlx_blockpool.server.api.reply import (
     CALLS,
     END_OF_TURN,
@@ -64,7 +64,9 @@ def reading(words: list[str] | None = None, **options: Any) -> ReplyParser:
     request.tokenizer = Namespace(encode=lambda *_, **__: [-1])
     arguments: Any = Namespace(stop_words=words or [], max_tokens=options.pop("max_tokens", 1))
     return ReplyParser(
-        ParsedRequest(request, arguments, None, options.pop("one_call", False)), context
+        ParsedRequest(request, arguments, None, options.pop("one_call", False)),
+        context,
+        shows_parts=options.pop("shows_parts", False),
     )
 
 
@@ -207,6 +209,70 @@ def test_tokens_that_show_nothing_are_silence() -> None:
         for response in responses([START, '{"name": "add", ', '"arguments": {}}', END])
     ]
     assert pieces == [[], [], [], [Call(None, "add", {})], []]
+
+
+def test_the_name_of_a_call_comes_first_and_its_last_brace_with_its_end() -> None:
+    parser = reading(shows_parts=True)
+    texts = [START, '{"name": "ad', 'd"', ', "arguments": {', '"a": "x', "y", '"}}', END]
+    pieces = [parser.parse(response) for response in responses(texts)]
+    assert pieces == [
+        *([], [], [CallPart(None, "add", "{")], []),
+        *([CallPart(None, "add", '"a": "x')], [CallPart(None, "add", "y")]),
+        *([CallPart(None, "add", '"')], [Call(None, "add", {"a": "xy"})], []),
+    ]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize(
+    ("written", "sent"),
+    [
+        ('{"name": "add", "arguments": {"a": 1', '{"a": '),
+        ('{"name": "add", "arguments": {"a": 1, "b": "x', '{"a": 1, "b": "x'),
+        ('{"name": "add", "arguments": {"a": 1}]', '{"a": 1'),
+        ('{"name": "add", "arguments": 7}', "{"),
+        ('{"name": "add", "arguments": {"a": "\n"}}', '{"a": "'),
+    ],
+)
+def test_a_malformed_call_ends_without_its_brace_and_is_text(
+    written: str, sent: str, reason: str
+) -> None:
+    parser, given = reading(shows_parts=True), responses([f"{START}{written}", END], reason)
+    pieces = [piece for response in given for piece in parser.parse(response)]
+    parts = [piece for piece in pieces if isinstance(piece, CallPart)]
+    assert "".join(part.text for part in parts) == sent
+    assert pieces[len(parts) :] == [CallCut(), Text(f"{START}{written}{END}")]
+    assert parser.reason == (END_OF_TURN if reason == "stop" else MAX_TOKENS)
+
+
+def test_a_call_whose_beginning_was_wrong_comes_again_as_it_is() -> None:
+    parser = reading(shows_parts=True)
+    written = '{"name": "add", "arguments": {"a": 1, "a": 2}}'
+    pieces = [piece for each in responses([START, written, END]) for piece in parser.parse(each)]
+    assert pieces[-2:] == [CallCut(), Call(None, "add", {"a": 2})]
+    assert (parser.num_calls, parser.reason) == (1, CALLS)
+
+
+def test_a_call_ends_when_the_next_one_begins() -> None:
+    for one_call in (False, True):
+        parser = reading(parser=pythonic.parse_tool_call, shows_parts=True, one_call=one_call)
+        pieces = [
+            [type(piece) for piece in parser.parse(response)]
+            for response in responses([START, "[add(a=1)", ", add(", "a=2)]", END])
+            if parser.reason is None
+        ]
+        assert pieces == (
+            [[], [CallPart, CallPart], [Call]]
+            if one_call
+            else [[], [CallPart, CallPart], [Call, CallPart], [CallPart], [Call], []]
+        )
+
+
+def test_calls_that_were_not_offered_stream_as_text() -> None:
+    for options in ({"tools": None}, {"calls": "never"}):
+        parser = reading(**options)
+        texts = ["a ", START, '{"name', '": "add"', "}", END, " b"]
+        pieces = [parser.parse(response) for response in responses(texts)]
+        assert pieces == [[Text(text)] for text in texts] + [[]]
 
 
 # -- blocks ----------------------------------------------------------------------------------------

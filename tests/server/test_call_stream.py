@@ -8,9 +8,11 @@ import importlib
 import json
 import pkgutil
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from forms.vocabularies import tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
@@ -216,3 +218,123 @@ def test_the_parts_of_calls_are_the_whole_calls(
     expected, text_of_none = whole(parser, text)
     assert [call for call in found if call is not None][: len(expected)] == expected
     assert (rest is None) == (text_of_none is None)
+
+
+def pieces_of(parser: str, parts: Iterable[str]) -> list[Any]:
+    """The pieces of a block, those that its end adds in a list at the end."""
+    stream = CallStream(module_of(parser).parse_tool_call, TOOLS)
+    pieces: list[Any] = [piece for part in parts for piece in stream.feed(part)]
+    return [*pieces, stream.end(is_cut=False)]
+
+
+@pytest.mark.parametrize(
+    ("parser", "name"),
+    [
+        (parser, name)
+        for parser in PARSERS
+        for name in ("path", "maybe", "items")
+        # function_gemma's parser reads no lists.
+        if (parser, name) != ("function_gemma", "items")
+    ],
+)
+def test_each_token_of_a_long_argument_is_one_part(parser: str, name: str) -> None:
+    value: Any = "x" * 100 if name != "items" else ["x" * 100]
+    text = block(parser, [written(parser, "write", {name: value}, random.Random(1))])
+    *pieces, (rest, _) = pieces_of(parser, text)
+    expected = Call(pieces[0].id, "write", {name: value})
+    assert rest == [expected]
+    parts = [piece.text for piece in pieces]
+    assert "".join(parts) + "}" == expected.written
+    # The first token of a text that may be JSON comes with the next one.
+    assert parts.count("x") >= 98
+    assert max(map(len, parts)) <= 16
+
+
+@pytest.mark.parametrize("kind", ["bpe", "spm", "naive"])
+@pytest.mark.parametrize("parser", PARSERS)
+def test_parts_of_the_tokens_of_a_model(parser: str, kind: str) -> None:
+    arguments = {"path": "/é🎉", "text": '# é🎉\n\tx = "a\\nb"  # it\'s <b>\n' * 3, "n": -7}
+    text = block(parser, [written(parser, "write", arguments, random.Random(2))])
+    tokenizer = tokenizer_of(kind)
+    detokenizer = tokenizer.detokenizer
+    texts = []
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        detokenizer.add_token(token)
+        texts.append(detokenizer.last_segment)
+    detokenizer.finalize()
+    texts.append(detokenizer.last_segment)
+    *pieces, (rest, _) = pieces_of(parser, texts)
+    (call,) = rest
+    sent = "".join(piece.text for piece in pieces)
+    assert sent + "}" == call.written
+    assert len(pieces) > 30
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        # Calls in a list have their ids last, which Mistral's templates need.
+        ("mistral", '[{"name": "write", "arguments": {"path": "a"}, "id": "abcdefghi"}]'),
+        ("glm47", '{"name": "write", "arguments": {"path": "a"}}'),
+        ("glm47", "write\n"),
+        ("longcat", '{"name": "write", "arguments": {}}'),
+    ],
+)
+def test_other_spellings_are_whole_at_their_ends(parser: str, text: str) -> None:
+    (found,) = pieces_of(parser, text)
+    assert found == whole(parser, text)
+    assert [call.name for call in found[0]] == ["write"]
+
+
+def parameters(*values: tuple[str, str]) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+    return f"<function=write>\n{inner}</function>"
+
+
+def test_tags_in_a_value_are_its_text() -> None:
+    value = "<parameter=n>\n1</parameter</function>\n<tool"
+    assert streamed("qwen3_coder", list(parameters(("text", value), ("n", "5")))) == (
+        [Call(None, "write", {"text": value, "n": 5})],
+        None,
+    )
+
+
+def test_a_repeated_key_is_that_of_the_parser() -> None:
+    """What was sent of its first value cannot be taken back: the call comes again."""
+    for key, value in (("text", "b"), ("n", "7")):
+        text = parameters((key, "5"), ("on", "true"), (key, value))
+        found, rest = streamed("qwen3_coder", list(text))
+        assert ([None, *whole("qwen3_coder", text)[0]], None) == (found, rest)
+        assert found[1].arguments == {key: int(value) if key == "n" else value, "on": True}
+
+
+def test_calls_that_have_ended_stay_where_another_one_is_malformed() -> None:
+    first = '<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{"n": 1}'
+    text = f"{first}<|tool_call_end|><|tool_call_begin|>functions.write:1<|tool_call_argument"
+    for second in (f'{text}_begin|>{{"n"', f"{text}_begin|>[1]<|tool_call_end|>"):
+        found, rest = streamed("kimi_k2", list(second))
+        assert found == [Call("functions.write:0", "write", {"n": 1}), None]
+        assert rest == second[len(first) + len("<|tool_call_end|>") :]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@settings(max_examples=many(50, 20_000), deadline=None)
+@given(
+    st.lists(CALLS, min_size=1, max_size=2),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 6), st.sampled_from(NASTY)), max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_no_text_of_malformed_calls_is_lost(
+    parser: str, calls: list[tuple[str, Any]], edits: list[Any], draw: random.Random
+) -> None:
+    text = block(parser, [written(parser, name, given, draw) for name, given in calls])
+    for start, size, new in edits:
+        text = text[:start] + new + text[start + size :]
+    found, rest = streamed(parser, cut(text, draw))
+    ended = [call for call in found if call is not None]
+    expected, text_of_none = whole(parser, text)
+    if rest is None:
+        assert expected[: len(ended)] == ended or not text.strip()
+    else:
+        assert text.endswith(rest)
+        assert ended or rest == text_of_none == text

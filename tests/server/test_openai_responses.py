@@ -586,7 +586,7 @@ def test_both_protocols_and_all_roles_make_one_prompt(
             "file",
         ),
         (
-            {"input": [{"type": "function_call", "name": "a", "call_id": "b", "arguments": "{"}]},
+            {"input": [{"type": "function_call", "name": "a", "call_id": "b", "arguments": "a"}]},
             "input[0].arguments",
             "be JSON",
         ),

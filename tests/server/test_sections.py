@@ -20,7 +20,7 @@ from mlx_lm.tool_parsers import json_tools, pythonic, qwen3_coder
 from thorough import tried
 
 from mlx_blockpool.forms.output_format import OutputFormat
-from mlx_blockpool.server.api.call_stream import Call
+from mlx_blockpool.server.api.call_stream import Call, CallPart
 from mlx_blockpool.server.api.completions import Packets, TextRenderer
 from mlx_blockpool.server.api.reply import CALLS, ReplyParser, Text, Thinking
 from mlx_blockpool.server.api.sections import Mark, Section, Sections
@@ -45,6 +45,7 @@ def reading(
     sm = make_text_state_machine(tokenizer)
     context = Namespace(text_sm=sm, initial_state=state, tool_parser=json_tools.parse_tool_call)
     may_call, begun = options.pop("may_call", True), options.pop("begun", "start")
+    shows_parts = options.pop("shows_parts", False)
     request = ChatRequest("chat", "", [], options.pop("tools", TOOLS), None, **options)
     compiled: Any = Namespace(
         state="thinking" if state == "reasoning" else begun, may_call=may_call
@@ -54,7 +55,7 @@ def reading(
         tokenizer,
         PreparedPrompt(call=MARKERS[2:]),
     )
-    return ReplyParser(parsed(request, words), context)
+    return ReplyParser(parsed(request, words), context, shows_parts=shows_parts)
 
 
 def parsed(request: Any, words: list[str] | None = None, one_call: bool = False) -> ParsedRequest:
@@ -154,6 +155,17 @@ def test_a_call_ends_with_the_token_of_its_marker(kind: str) -> None:
     assert read(kind, parser, *parts) == [Text("Ok. "), CALLED, Text("\n"), CALLED, Text("\nDone.")]
     assert parser.num_calls == 2
     assert read(kind, reading(kind, state="tool", calls="must"), CALL, "</tool_call>") == [CALLED]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_that_keeps_a_form_streams_token_by_token(kind: str) -> None:
+    parser = reading(kind, form=JSON, shows_parts=True)
+    tokens = tokens_of(kind, "<tool_call>", CALL, "</tool_call>")
+    pieces = [piece for each in responses(kind, tokens, "stop") for piece in parser.parse(each)]
+    parts = [piece.text for piece in pieces if isinstance(piece, CallPart)]
+    assert "".join(parts) + "}" == CALLED.written
+    assert pieces[len(parts) :] == [CALLED]
+    assert len(parts) > len(tokens) // 2
 
 
 def test_a_marker_that_is_spelled_begins_no_call_in_free_text() -> None:

@@ -13,6 +13,7 @@ import json
 import re
 import string
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,9 +33,12 @@ MOST_DEEP = 100
 KEY = re.compile(r"\w+")
 NAME = re.compile(r"[\w-]+")
 DOTTED = re.compile(r"[\w.]+")
+# The keys and values of function_gemma.
+BEFORE_VALUE, VALUE = re.compile("[^}:]*"), re.compile("[^},]*")
 TAG_WORD = re.compile(r"[^\s<>\"'=]+")
-# A number or a word such as `true`.
-SCALAR = re.compile(r"[-+.\w]+", re.ASCII)
+# The characters of numbers and of words such as `true`.
+JSON_WORD = re.compile(r"[-+.0-9eEtrufalsnNIiy]+")
+PYTHON_WORD = re.compile(r"[-+.\w]+", re.ASCII)
 HIGH = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 LOW = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 OCTAL = re.compile(r"\\[0-7]{1,3}")
@@ -84,6 +88,7 @@ class Notation:
     quotes:     what begins and ends a string, longer ones before their beginnings.
     escape:     reads an escape of a string; None where there are none.
     forbidden:  characters that are not allowed in a string of one line.
+    word:       the characters of numbers and words.
     scalar:     reads a number or a word. Raises one of NO_LITERAL.
     bare_keys:  whether keys are written without quotes.
     more_commas: whether a comma may follow the last item.
@@ -92,6 +97,7 @@ class Notation:
     quotes: tuple[str, ...]
     escape: Callable[[Reader], Steps[str]] | None
     forbidden: str
+    word: re.Pattern[str]
     scalar: Callable[[str], Any]
     bare_keys: bool = False
     more_commas: bool = False
@@ -122,7 +128,7 @@ class Reader:
             self._buffer += text
             try:
                 next(self._steps)
-            except (StopIteration, UncertainError):
+            except (StopIteration, UncertainError, RecursionError):
                 self.is_over = True
         self._flush()
         events, self._events = self._events, []
@@ -231,7 +237,7 @@ class Reader:
                 raise UncertainError
             self._put('"')
         else:
-            word = yield from self._word(SCALAR)
+            word = yield from self._word(self.notation.word)
             try:
                 self._put(json.dumps(self.notation.scalar(word)))
             except NO_LITERAL as error:
@@ -356,13 +362,13 @@ def python_scalar(word: str) -> Any:
 
 
 CONTROLS = "".join(map(chr, range(32)))
-JSON = Notation(('"',), json_escape, CONTROLS, json.loads)
+JSON = Notation(('"',), json_escape, CONTROLS, JSON_WORD, json.loads)
 # As json.loads() with strict=False.
-LOOSE_JSON = Notation(('"',), json_escape, "", json.loads)
+LOOSE_JSON = Notation(('"',), json_escape, "", JSON_WORD, json.loads)
 PYTHON = Notation(
-    ('"""', "'''", '"', "'"), python_escape, "\n\r\0", python_scalar, more_commas=True
+    ('"""', "'''", '"', "'"), python_escape, "\n\r\0", PYTHON_WORD, python_scalar, more_commas=True
 )
-GEMMA = Notation(('<|"|>',), None, "", json.loads, bare_keys=True)
+GEMMA = Notation(('<|"|>',), None, "", JSON_WORD, json.loads, bare_keys=True)
 
 
 class JsonReader(Reader):
@@ -494,7 +500,8 @@ class FunctionGemmaReader(Reader):
         self._begin(name)
         lead = ""
         while True:
-            key = yield from self._up_to(":")
+            key = yield from self._word(BEFORE_VALUE)
+            yield from self._expect(":")
             self._put(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
             lead = ", "
             if (yield from self._comes("<escape>")):
@@ -509,17 +516,11 @@ class FunctionGemmaReader(Reader):
                 self._put('"')
                 yield from self._expect(",")
             else:
-                value = yield from self._up_to(",")
-                try:
-                    self._put(json.dumps(json.loads(value), ensure_ascii=False))
-                except ValueError:
-                    self._put(json.dumps(value, ensure_ascii=False))
-
-    def _up_to(self, word: str) -> Steps[str]:
-        """The text before a character, which is skipped."""
-        found = yield from self._word(re.compile(f"[^}}{word}]*"))
-        yield from self._expect(word)
-        return found
+                value: Any = yield from self._word(VALUE)
+                with suppress(ValueError):
+                    value = json.loads(value)
+                self._put(json.dumps(value, ensure_ascii=False))
+                yield from self._expect(",")
 
 
 class TagReader(Reader):

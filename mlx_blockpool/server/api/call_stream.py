@@ -128,12 +128,12 @@ class CallStream:
         calls = [] if is_cut else self._calls(self.text, is_last=True)
         is_same = calls[: len(self._ended)] == self._ended and bool(calls)
         calls = calls[len(self._ended) :] if is_same else []
-        pieces: list[CallPiece] = []
-        if self._begun is not None and not (calls and self._continues(calls[0])):
-            pieces.append(CallCut())
+        is_open = self._begun is not None
+        is_malformed = is_open and not (calls and self._continues(calls[0]))
         rest = self.text[self._rest :]
-        is_read = is_same or bool(self._ended and not rest.strip())
-        return [*pieces, *calls], None if is_read else rest
+        # Some parsers skip what is malformed.
+        is_read = bool(calls) or (is_same and not is_open) or (self._ended and not rest.strip())
+        return [*[CallCut()] * is_malformed, *calls], None if is_read else rest
 
     def _continues(self, call: Call) -> bool:
         """Whether a call begins with what was emitted."""

@@ -27,6 +27,7 @@ from ..validation import (
     generation_arguments,
     validated,
 )
+from .conversation import arguments_of
 from .formats import (
     PLAIN,
     ChatReplyFormat,
@@ -46,7 +47,23 @@ def _has_role(message: Json) -> Json:
     return message
 
 
-Message = Annotated[Object, AfterValidator(_has_role)]
+def _with_arguments(message: Json) -> Json:
+    """The message with an object as the arguments of each call that has none."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    written = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(written, str) or not isinstance(function, dict) or arguments_of(written):
+        return call
+    return {**call, "function": {**function, "arguments": {}}}
+
+
+Message = Annotated[Object, AfterValidator(_has_role), AfterValidator(_with_arguments)]
 
 
 def _is_count_or_flag(logprobs: Any) -> Any:

@@ -6,6 +6,7 @@ Knows no tokens and no sockets.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ...hooks import Message
@@ -35,6 +36,20 @@ def template_arguments(
         "reasoning_effort": EFFORTS.get(effort or ""),
     }
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def arguments_of(written: str) -> Any:
+    """The arguments of a call that a client sends back.
+
+    A stream leaves those of a malformed call incomplete, and its text follows as content: the call
+    has none then. Raises ValueError for other text that is not JSON.
+    """
+    try:
+        return json.loads(written or "{}")
+    except (ValueError, RecursionError) as error:
+        if written.startswith("{"):
+            return {}
+        raise ValueError(f"Input should be JSON: {error}") from error
 
 
 class ChatMessages:

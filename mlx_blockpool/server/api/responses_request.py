@@ -8,7 +8,6 @@ a namespace under longer names.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -37,7 +36,7 @@ from ..validation import (
     only,
     validated,
 )
-from .conversation import EFFORTS, ChatMessages, Part, template_arguments
+from .conversation import EFFORTS, ChatMessages, Part, arguments_of, template_arguments
 from .formats import PLAIN, ReplyFormat
 from .thinking import thinking_in
 from .tools import Calls, ToolChoice, calls_of, chat_request, function_tool, tools_named
@@ -91,10 +90,7 @@ class ReasoningItem(Body):
 def _from_json(written: Any) -> Any:
     if not isinstance(written, str):
         raise ValueError("Input should be a valid string")
-    try:
-        return json.loads(written or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"Input should be JSON: {error}") from error
+    return arguments_of(written)
 
 
 class CallItem(Body):
