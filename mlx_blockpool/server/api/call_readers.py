@@ -15,9 +15,10 @@ import string
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from ...forms.calls import FAMILIES, writes_tags
+from ...forms.calls import FAMILIES
 from ...forms.tags import Tags
 
 T = TypeVar("T")
@@ -528,13 +529,16 @@ class TagReader(Reader):
     values at their ends.
     """
 
-    tags: Tags
-    several: bool
     # Values of lists and objects are JSON.
     notation = LOOSE_JSON
 
+    def __init__(self, tags: Tags, several: bool, parse: Parse, types: Types) -> None:
+        """`several`: whether several calls may stand in one block."""
+        super().__init__(parse, types)
+        self._tags, self._several = tags, several
+
     def _read(self) -> Steps[None]:
-        forms = (self.tags.begin, self.tags.key, self.tags.close, self.tags.finish)
+        forms = (self._tags.begin, self._tags.key, self._tags.close, self._tags.finish)
         begin, key, close, finish = (form.strip("~\n") for form in forms)
         while True:
             yield from self._space()
@@ -560,7 +564,7 @@ class TagReader(Reader):
                 seen.add(argument["key"])
                 yield from self._argument(argument, close)
                 self._settle(finish)
-            if not self.several:
+            if not self._several:
                 return
             self._end(self._call)
 
@@ -584,7 +588,7 @@ class TagReader(Reader):
             yield from self._space()
             yield from self._expect(close)
         elif "string" in types and argument.get("type", "string") == "string":
-            yield from self._string_in_tags(close, types != {"string"} or self.tags.reads_json)
+            yield from self._string_in_tags(close, types != {"string"} or self._tags.reads_json)
         else:
             yield from self._until(close)
 
@@ -612,7 +616,7 @@ class TagReader(Reader):
 
     def _certain(self, text: str) -> str:
         """The beginning of a value, given its text so far."""
-        tags = self.tags
+        tags = self._tags
         if tags.takes:
             is_line = tags.takes == "line"
             text = text.removeprefix("\n").removesuffix("\n") if is_line else text.strip()
@@ -649,20 +653,17 @@ def held(text: str, word: str) -> int:
     return next((size for size in sizes if text.endswith(word[:size])), 0)
 
 
-def _tag_reader(parser: str) -> type[Reader]:
-    family = FAMILIES[parser]
-    assert isinstance(family.build, Tags), parser
-    fields = {"tags": family.build, "several": family.within is not None}
-    return type("TagReader", (TagReader,), fields)
-
-
-# The readers by mlx-lm's parsers; the calls of others are certain at their ends.
-READERS: Mapping[str, type[Reader]] = {
+# Makes the reader of a block; by mlx-lm's parsers. The calls of others are certain at their ends.
+READERS: Mapping[str, Callable[[Parse, Types], Reader]] = {
     "function_gemma": FunctionGemmaReader,
     "gemma4": GemmaReader,
     "json_tools": JsonReader,
     "kimi_k2": KimiReader,
     "mistral": MistralReader,
     "pythonic": PythonReader,
-    **{parser: _tag_reader(parser) for parser in FAMILIES if writes_tags(parser)},
+    **{
+        parser: partial(TagReader, family.build, family.within is not None)
+        for parser, family in FAMILIES.items()
+        if isinstance(family.build, Tags)
+    },
 }
