@@ -180,6 +180,9 @@ def test_a_call_that_was_cut_is_text_and_one_without_its_end_is_a_call() -> None
     cut = ADD[: -len(END) - 3]
     assert read(reading(), [cut], "length") == [Text(cut)]
     assert read(reading(), [ADD.removesuffix(END) + "</tool"]) == [Call(None, "add", {"a": 1})]
+    for reason in ("stop", "length"):
+        assert read(reading(), [f"{cut}</tool"], reason) == [Text(f"{cut}</tool")]
+        assert read(reading(tools=None), [f"{cut}</tool"], reason) == [Text(f"{cut}</tool")]
 
 
 def test_a_reply_that_was_begun_with_a_call() -> None:

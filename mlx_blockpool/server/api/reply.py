@@ -281,8 +281,9 @@ class ReplyParser:
         self._within, tail, state = TextStateMachine.flush(self._within)
         if tail and (state != "tool" or finish_reason == "length"):
             pieces += self._pieces_in_state(state, tail)
+            tail = ""
         if self._stream is not None:
-            pieces += self._calls(is_closed=False)
+            pieces += self._calls(is_closed=False, tail=tail)
         self.reason = self._decide(finish_reason)
         return pieces
 
@@ -363,25 +364,26 @@ class ReplyParser:
             return []
         return self._counted(stream.feed(part))
 
-    def _calls(self, is_closed: bool) -> list[Piece]:
+    def _calls(self, is_closed: bool, tail: str = "") -> list[Piece]:
         """The remaining pieces of a block of calls; text where it has none.
 
-        `is_closed`: whether the second marker was written. A completion of text shows no calls and
-        counts them.
+        `is_closed`: whether the second marker was written. `tail`: the beginning of one that was
+        not. A completion of text shows no calls and counts them.
         """
         stream, self._stream = self._stream, None
         if not isinstance(self._request, ChatRequest):
             self.num_calls += 1
             return []
         start, end = self._markers
+        last = end if is_closed else tail
         if stream is None or self._is_text:
-            return [Text(end)] if is_closed and end and self._is_text else []
+            return [Text(last)] if last and self._is_text else []
         # Some parsers read calls that were cut, whose arguments have not kept their form.
         is_cut = bool(end) and not is_closed and self._request.compiled is not None
         calls, text = stream.end(is_cut)
         pieces = self._counted(calls)
         if text is not None and self.reason is None:
-            pieces.append(Text(f"{start}{text}{end if is_closed else ''}"))
+            pieces.append(Text(f"{start}{text}{last}"))
         return pieces
 
     def _counted(self, calls: Iterable[CallPiece]) -> list[Piece]:
