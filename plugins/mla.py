@@ -23,8 +23,9 @@ from mlx_lm.models.cache import CacheList
 
 from mlx_blockpool.hooks import AttentionAdapter, hookimpl
 from mlx_blockpool.kv.batch_cache import MemberMasks, PooledBatchCache
-from mlx_blockpool.kv.by_member import attend_by_member, outputs_by_member
+from mlx_blockpool.kv.by_member import attend_by_member
 from mlx_blockpool.kv.layer_caches import PooledLayer
+from mlx_blockpool.kv.quantised import dense
 from mlx_blockpool.mlx_lm_compat import rebind
 
 ATTENTION = "scaled_dot_product_attention"
@@ -117,8 +118,18 @@ def _choose(module: Any, call: Callable[..., Any], *args: Any, cache: Any = None
     if isinstance(cache.held, PooledBatchCache) and not _is_long(module, cache.held):
         # It chooses nothing, and finds nothing to choose from.
         return call(module, *args, cache=cache)
-    found = outputs_by_member(module, call, *args, cache=cache.held)
-    cache.chosen = [None if places is None else places.reshape(-1) for places in found]
+    if not isinstance(cache.held, PooledBatchCache):
+        found = attend_by_member(module, call, *args, cache=cache.held)
+        cache.chosen = None if found is None else [found.reshape(-1)]
+        return None
+    x, compressed, _ = args
+    sizes = [member.size_after(1) for member in cache.held.members]
+    seen = mx.arange(max(sizes)) < mx.array(sizes)[:, None]
+    found = call(module, x, compressed, seen[:, None, None], cache=_Padded(cache.held))
+    cache.chosen = [
+        places.reshape(-1) if size > module.index_topk else None
+        for size, places in zip(sizes, found, strict=True)
+    ]
     return None
 
 
@@ -138,3 +149,16 @@ class _Step:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.held.update_and_fetch(keys, values)
         return keys, mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
+
+
+class _Padded(_Step):
+    """The keys of an indexer for all members at once, zeros after the shorter ones."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.held.update_and_fetch(keys, values)
+        own = [dense(member.fetch()[0]) for member in self.held.members]
+        longest = max(rows.shape[2] for rows in own)
+        zeros = mx.zeros((1, 1, longest, keys.shape[-1]), keys.dtype)
+        # One copy of all rows.
+        parts = [part for rows in own for part in (rows, zeros[:, :, rows.shape[2] :])]
+        return mx.concatenate(parts, axis=2).reshape(len(own), 1, longest, -1), values

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..mlx_lm_compat import BaseCache
+from .attention import attend_runs
 from .quantised import KEYS_AND_VALUES, Roles, View, concatenated
 from .sequence import ALL_ALIKE
 from .shards import placeholder_keys, send_now
@@ -169,19 +170,40 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         queries: one for each of the first arrays, in their order, [rows, heads, 1, its dim]. The
         score of a token is `scale` times the sum of their products with its rows. value: the array
         whose rows are summed by the softmax of the scores. chosen: for each member the positions
-        [n] of the tokens that it attends to, or None for all; not while rows are computed. Call it
-        after update_and_fetch(). Returns [rows, heads, 1, dim of the array `value`].
+        [n] of the tokens that it attends to, the same n for each, or None for all tokens; not while
+        rows are computed. Call it after update_and_fetch(). Returns [rows, heads, 1, dim of the
+        array `value`].
         """
         if chosen is not None:
-            assert self._tentative is None, "rows attend to all tokens"
-            return concatenated(
-                [
-                    member.attend_parts([q[i : i + 1] for q in queries], scale, value, [places])
-                    for i, (member, places) in enumerate(zip(self.members, chosen, strict=True))
-                ]
-            )
+            return self._attend_chosen(queries, scale, value, chosen)
         roles = Roles(len(queries), value)
         return self.attend_step(concatenated(queries, -1), scale, None, roles)
+
+    def _attend_chosen(
+        self,
+        queries: Sequence[mx.array],
+        scale: float,
+        value: int,
+        chosen: Sequence[mx.array | None],
+    ) -> mx.array:
+        assert self._tentative is None, "rows attend to all tokens"
+        few = [i for i, places in enumerate(chosen) if places is not None]
+        outputs = {
+            i: member.attend_parts([q[i : i + 1] for q in queries], scale, value)
+            for i, member in enumerate(self.members)
+            if chosen[i] is None
+        }
+        if few:
+            rows = [self.members[i].rows_at(chosen[i]) for i in few]
+            read = Roles(len(queries), value).attended(
+                tuple(concatenated(arrays) for arrays in zip(*rows, strict=True))
+            )
+            own = mx.array(few)
+            found = attend_runs(concatenated([q[own] for q in queries], -1), [read], scale, None)
+            outputs.update({i: found[n : n + 1] for n, i in enumerate(few)})
+            if len(few) == len(chosen):
+                return found
+        return concatenated([outputs[i] for i in range(len(chosen))])
 
     def attend_step(
         self, queries: mx.array, scale: float, sinks: mx.array | None, roles: Roles

@@ -28,28 +28,11 @@ def attend_by_member(module: Any, call: Callable[..., Any], *args: Any, **kwargs
     Without pooled caches among the arguments, and for one sequence that is not quantised, this is
     `call` itself. Raises NotImplementedError for a batch that cannot be divided that way.
     """
-    passed, outputs = _computed(module, call, args, kwargs)
-    return outputs[0] if passed is None else passed.joined(outputs)
-
-
-def outputs_by_member(
-    module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
-) -> list[Any]:
-    """What attend_by_member() joins: the output for each member, in a list, without those that have
-    no tokens in this pass.
-    """
-    return _computed(module, call, args, kwargs)[1]
-
-
-def _computed(
-    module: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[_Pass | None, list[Any]]:
     given = [*args, *kwargs.values()]
     leaves = [leaf for value in given for leaf in _leaves(value)]
     batches = [leaf for leaf in leaves if isinstance(leaf, PooledBatchCache)]
     if not batches:
-        found = call(module, *[_densely(value) for value in args], **_each(kwargs, _densely))
-        return None, [found]
+        return call(module, *[_densely(value) for value in args], **_each(kwargs, _densely))
     if len(batches) != len(leaves):
         raise NotImplementedError("A module with states next to its keys computes a whole batch.")
     passed = _Pass(batches, given)
@@ -64,7 +47,7 @@ def _computed(
         for i, count in enumerate(passed.counts)
         if count
     ]
-    return passed, outputs
+    return passed.joined(outputs)
 
 
 class _AllWrittenError(Exception):

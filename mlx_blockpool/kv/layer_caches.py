@@ -168,11 +168,16 @@ class PooledLayer(Member):
     ) -> mx.array:
         """PooledBatchCache.attend_parts() of one sequence."""
         roles, views = Roles(len(queries), value), self.attended()
-        if chosen is not None and (places := chosen[0]) is not None:
-            rows = join(views)
-            views = [tuple(each(lambda held: mx.take(held, places, axis=2), r) for r in rows)]
+        if chosen is not None and chosen[0] is not None:
+            views = [self.rows_at(chosen[0])]
         read = [roles.attended(view) for view in views]
         return attend_runs(concatenated(queries, -1), read, scale, None)
+
+    def rows_at(self, places: mx.array) -> View:
+        """Copies of the rows of each array at some positions [n], as the model computes them."""
+        return tuple(
+            dense(each(lambda held: mx.take(held, places, axis=2), rows)) for rows in self.fetch()
+        )
 
     def views(self) -> list[View]:
         """The rows of each run, in the order in which they are stored."""
