@@ -99,7 +99,7 @@ def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     [
         "cli",
         "commands.plan",
-        *(f"model_files.{name}" for name in ("calculator", "memory", "modelfile", "device")),
+        *(f"model_files.{name}" for name in ("calculator", "modelfile", "device")),
     ],
 )
 def test_importing_it_imports_no_mlx(module: str) -> None:

@@ -206,10 +206,10 @@ def test_states_of_two_sequences_in_one_pooled_cache_are_refused_by_name() -> No
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_padding_that_would_reach_a_state_is_refused(attached: bool) -> None:
-    """mlx-lm's own batch of this model gives other logits for prompts of several lengths than
-    for each alone.
+    """A batch of this model gives other logits for prompts of several lengths than for each
+    alone.
     """
-    model = make_architecture("jamba")
+    model = make_architecture("baichuan_m1")
     slabs = open_pool(model, 60_000_000, attach=attached)
     with pytest.raises(ValueError, match="one at a time"):
         run(model, [[1, 2, 3, 4], [5, 6]], [make_prompt_cache(model, slabs) for _ in range(2)])
