@@ -317,6 +317,15 @@ def test_calls_that_have_ended_stay_where_another_one_is_malformed() -> None:
         assert rest == second[len(first) + len("<|tool_call_end|>") :]
 
 
+def test_a_literal_that_is_not_json_is_malformed() -> None:
+    for text in (
+        "[write(n=1, items=[{'a'}])]",
+        "[write(n=1, text=b'a')]",
+        "[write(n=1, text=...)]",
+    ):
+        assert streamed("pythonic", list(text)) == ([None], text)
+
+
 @pytest.mark.parametrize("parser", PARSERS)
 @settings(max_examples=many(50, 400), deadline=None)
 @given(

@@ -149,13 +149,17 @@ class CallStream:
         try:
             parsed = self._parse_text(text, self._as_strings)
             calls = [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
-            return [
+            calls = [
                 replace(
                     call,
                     arguments=arguments(self._parser, call.name, call.arguments, self._tools),
                 )
                 for call in calls
             ]
+            for call in calls:
+                # Literals of Python may be sets or bytes, which are not JSON.
+                json.dumps(call.arguments)
+            return calls
         except BAD_CALL as error:
             if is_last:
                 log.warning(
