@@ -284,6 +284,19 @@ def _extended(batch: list[Any], joining: list[Any]) -> list[Any]:
     return batch
 
 
+@pytest.mark.parametrize("members", [1, 2])
+def test_keys_of_an_indexer_that_chooses_nothing_are_evaluated_in_each_step(members: int) -> None:
+    model = tiny_model({**CONFIGS["deepseek_v32"], "index_topk": 2048})
+    arena = open_pool(model, POOL)
+    batch = batch_of(prefilled(model, arena, [[3, 4, 5]] * members))
+    used = []
+    for _ in range(60):
+        mx.eval(model(mx.array([[1]] * members), cache=batch))
+        used.append(mx.get_active_memory())
+    # A step that is not evaluated holds hundreds of bytes.
+    assert used[-1] - used[9] < 50 * 100
+
+
 def test_five_agents_with_one_prefix_need_a_third_of_stocks_bytes() -> None:
     """Each has 40 tokens after a prefix of 2048."""
     model, arena = opened("deepseek_v3")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,11 @@ import mlx.core as mx
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
-from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
+from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer, leaves_of
 from .capabilities import Capabilities
 from .decode_policy import DecodePolicy
 from .pool import BlockPool
-from .quantised import own_copy
+from .quantised import arrays_of, own_copy
 from .slab import Slab
 
 
@@ -41,6 +41,7 @@ class KVArena:
     capabilities: what the model can do with this pool.
     decode:       how decode steps run; `steps` has the last one of each layer group.
     first:        the first leaf that lives in blocks.
+    unread:       the leaves whose writes are evaluated before the next ones.
     state_bytes:  what states of running sequences and checkpoints may take of `pool_bytes`.
     """
 
@@ -70,6 +71,7 @@ class KVArena:
         self.first = min(self.places, default=0)
         arrays = self.places[self.first].layer.arrays if self.places else ()
         self._first_dtype = getattr(mx, spec.dtype_of(arrays[0])) if arrays else self.dtype
+        self.unread = _unread(spec, self.places)
         self.state_leaves = [
             i for i, leaf in enumerate(spec.leaves) if isinstance(leaf, StateLayer)
         ]
@@ -169,8 +171,29 @@ class KVArena:
         for array, copy in zip(slab.arrays(), copies, strict=True):
             array[:, :, start : start + BLOCK_TOKENS] = copy
 
+    def evaluate_writes(self, place: Place) -> None:
+        """Evaluate what was written into a layer that no attention may have read since, as the
+        graph would grow with each step.
+        """
+        slabs = [slab for (group, _), slab in self._slabs.items() if group == place.group]
+        mx.async_eval(  # type: ignore[no-untyped-call]
+            [a for slab in slabs for rows in slab.layers[place.index] for a in arrays_of(rows)]
+        )
+
     def arrays(self) -> list[mx.array]:
         return [array for slab in self._slabs.values() for array in slab.arrays()]
+
+
+def _unread(spec: ModelCacheSpec, places: Collection[int]) -> set[int]:
+    """The leaves in blocks next to another one of their layer, as an indexer's keys are: a step
+    that attends to all tokens does not read them.
+    """
+    found, first = set[int](), 0
+    for layer in spec.layers:
+        after = first + len(list(leaves_of(layer)))
+        found.update([leaf for leaf in range(first, after) if leaf in places][1:])
+        first = after
+    return found
 
 
 def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> int:

@@ -132,6 +132,8 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         arena = first.sequence.arena
         if first.layer == arena.first:
             arena.check_dtype(rows[0])
+        if first.layer in arena.unread:
+            arena.evaluate_writes(first.place)
         self._prompts = None
         if self._tentative is not None:
             self._new = self._tentative.write(first.place.index, rows)
