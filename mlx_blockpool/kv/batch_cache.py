@@ -132,7 +132,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         arena = first.sequence.arena
         if first.layer == arena.first:
             arena.check_dtype(rows[0])
-        if first.layer in arena.unread:
+        if first.layer in arena.unread and n == 1:
             arena.evaluate_writes(first.place)
         self._prompts = None
         if self._tentative is not None:

@@ -92,7 +92,7 @@ class PooledLayer(Member):
             if rows[0].shape[2] > 1 or arena.capabilities.synchronous:
                 # A decode step in flight still reads the slabs; writing now would copy them.
                 mx.synchronize()
-        if self.layer in arena.unread:
+        if self.layer in arena.unread and rows[0].shape[2] == 1:
             arena.evaluate_writes(self.place)
         if self.offset == 0:
             self._check_arrays(rows)
