@@ -6,7 +6,7 @@ Messages are in the shape of OpenAI's API. Does not know tokens, models or mlx.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import pluggy
@@ -65,11 +65,13 @@ class AttentionAdapter:
     attend:  attend(module, call, *args, **kwargs) returns what the module would; `call` is the
              __call__ of its class, and the other arguments are those of the module. Among them is a
              cache of one sequence, or of a batch of them.
+    source:  the installed plugin that it is from, by name; plugins leave it empty.
     """
 
     name: str
     applies: Callable[[type], bool]
     attend: Callable[..., Any]
+    source: str = field(default="", kw_only=True)
 
 
 def is_text(part: Any) -> bool:

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import io
 import logging
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
@@ -141,19 +142,21 @@ def spec_of_model(
     """Describe a loaded model. The dtype is the model's own: quantised weights may run in another
     one than config.json says.
 
-    Raises PluginError if the provider contradicts the model, SpecError if no provider describes it.
+    What an installed plugin says is not compared with the model here: probe() proves it. Raises
+    PluginError for a plugin that raises or returns something else, SpecError if no provider
+    describes the model.
     """
     manager = manager or make_plugin_manager()
     spec = _described(manager, model, config, model_id)
-    try:
-        return check_spec(spec, model)
-    except PluginError as error:
-        source = _source(
-            manager,
-            manager.hook.model_cache_spec,
-            {"model": model, "config": config, "model_id": model_id},
-        )
-        raise PluginError(f"{error} The spec is from {source}.") from error
+    source = _installed_source(
+        manager,
+        manager.hook.model_cache_spec,
+        {"model": model, "config": config, "model_id": model_id},
+    )
+    if source is None:
+        return spec
+    dtype = importlib.import_module(f"{PACKAGE}.default").dtype_of_caches(model)
+    return replace(spec, dtype=dtype or spec.dtype, source=source)
 
 
 def traced_spec(model: Any, model_id: str) -> ModelCacheSpec:
@@ -165,9 +168,11 @@ def traced_spec(model: Any, model_id: str) -> ModelCacheSpec:
 
 
 def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
-    """The spec with the model's dtype, if it agrees with the model. For authors of plugins.
+    """The spec with the model's dtype, if it agrees with the caches that the model makes. For
+    authors of plugins.
 
-    Raises PluginError that names the first layer that differs.
+    Raises PluginError that names the first layer that differs, and SpecError for caches of classes
+    that mlx-lm does not have, with which nothing is compared.
     """
     traced = traced_spec(model, spec.model_id)
     if len(spec.layers) != len(traced.layers):
@@ -203,7 +208,8 @@ def attention_adapters(manager: pluggy.PluginManager | None = None) -> list[Atte
             text = "%s: attention_adapters() failed: %s: %s. Its adapters are not used."
             log.warning(text, source, type(error).__name__, error)
             continue
-        found += given
+        source = "" if _is_bundled(impl.plugin) else name_of(manager, impl.plugin)
+        found += [replace(adapter, source=source) for adapter in given]
     return found
 
 
@@ -238,8 +244,7 @@ def _first(
     try:
         return hook(**given)
     except SpecError as error:
-        provider = _provider_of(hook, given)
-        if inspect.ismodule(provider) and provider.__name__.startswith(f"{PACKAGE}."):
+        if _is_bundled(_provider_of(hook, given)):
             # Users cannot fix a bundled provider, so it is not named.
             raise
         raise SpecError(
@@ -277,6 +282,23 @@ def _source(manager: pluggy.PluginManager, hook: pluggy.HookCaller, given: dict[
     wrappers = [name_of(manager, impl.plugin) for impl in hook.get_hookimpls() if _is_wrapper(impl)]
     named = [] if provider is None else [name_of(manager, provider)]
     return ", wrapped by ".join(named + wrappers)
+
+
+def _installed_source(
+    manager: pluggy.PluginManager, hook: pluggy.HookCaller, given: dict[str, Any]
+) -> str | None:
+    """_source() of a result that an installed plugin gives or changes; None: a bundled one."""
+    impls = hook.get_hookimpls()
+    # No bundled provider runs a second time where it is the only one.
+    if all(_is_bundled(impl.plugin) for impl in impls):
+        return None
+    if not any(map(_is_wrapper, impls)) and _is_bundled(_provider_of(hook, given)):
+        return None
+    return _source(manager, hook, given)
+
+
+def _is_bundled(plugin: Any) -> bool:
+    return inspect.ismodule(plugin) and plugin.__name__.startswith(f"{PACKAGE}.")
 
 
 def _is_wrapper(impl: pluggy.HookImpl) -> bool:

@@ -264,6 +264,8 @@ class ModelCacheSpec:
                  States are never quantised.
     counted:     in a group of ranks, the sizes that its blocks and states are counted with.
                  Providers leave it None.
+    source:      the installed plugin that describes the model, by name; None: the bundled
+                 provider. Providers leave it None.
 
     Sizes are bytes, as blocks hold them.
     """
@@ -275,6 +277,7 @@ class ModelCacheSpec:
     max_kv_size: int | None = None
     bits: KVBits | None = None
     counted: Counted | None = field(default=None, repr=False)
+    source: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:

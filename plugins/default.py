@@ -53,18 +53,40 @@ def trace(model: Any, model_id: str) -> ModelCacheSpec:
 
     Raises SpecError for a cache class that mlx-lm 0.32 does not have.
     """
+    caches = _caches_after_one_token(model)
+    layers = tuple(_layer(cache, model_id) for cache in caches)
+    return ModelCacheSpec(model_id, layers, _dtype(caches) or "float16")
+
+
+def dtype_of_caches(model: Any) -> str | None:
+    """The dtype of the first keys that a model computes, by one unevaluated forward pass. Returns
+    None if its caches have no keys, or if it does not run on them.
+    """
+    try:
+        return _dtype(_caches_after_one_token(model))
+    except Exception:
+        # A model of a plugin may raise anything. probe() finds out whether it runs.
+        return None
+
+
+def _caches_after_one_token(model: Any) -> list[Any]:
     # It takes a second to import, which commands without a model do not wait for.
     from mlx_lm.models import cache as upstream
 
-    caches = upstream.make_prompt_cache(model)
+    caches: list[Any] = upstream.make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
+    return caches
+
+
+def _dtype(caches: list[Any]) -> str | None:
     leaves = [leaf for c in caches for leaf in getattr(c, "caches", (c,))]
     dtypes = [leaf.keys.dtype for leaf in leaves if getattr(leaf, "keys", None) is not None]
-    dtype = str(dtypes[0]).removeprefix("mlx.core.") if dtypes else "float16"
-    return ModelCacheSpec(model_id, tuple(_layer(c, upstream, model_id) for c in caches), dtype)
+    return str(dtypes[0]).removeprefix("mlx.core.") if dtypes else None
 
 
-def _layer(cache: Any, upstream: Any, model_id: str) -> LayerSpec:
+def _layer(cache: Any, model_id: str) -> LayerSpec:
+    from mlx_lm.models import cache as upstream
+
     # Exact types: a subclass may store its content elsewhere.
     kind = type(cache)
     if kind is upstream.KVCache:
@@ -79,7 +101,7 @@ def _layer(cache: Any, upstream: Any, model_id: str) -> LayerSpec:
             tuple((tuple(a.shape), str(a.dtype).removeprefix("mlx.core.")) for a in arrays)
         )
     if kind is upstream.CacheList:
-        return CompositeLayer(tuple(_layer(c, upstream, model_id) for c in cache.caches))
+        return CompositeLayer(tuple(_layer(part, model_id) for part in cache.caches))
     raise SpecError(
         f"{model_id}: no layer kind has the cache class {kind.__module__}.{kind.__name__}. "
         "Serve the model with mlx-lm's own caches, or install a plugin that describes it."

@@ -438,10 +438,24 @@ def test_check_spec_counts_the_layers() -> None:
         check_spec(replace(spec, layers=(*spec.layers, spec.layers[0])), make_model("llama"))
 
 
-def test_a_plugin_that_contradicts_the_model_is_found_when_it_is_loaded() -> None:
-    wrong = Fixed(ModelCacheSpec("m", (FullLayer(2, 16, 16), FullLayer(2, 16, 8))))
-    with pytest.raises(PluginError, match=r"layer 1: .* The spec is from provider \(.*Fixed, "):
-        spec_of_model(make_model("llama"), TINY_LLAMA, "m", manager_with(wrong))
+def test_the_spec_of_a_plugin_is_taken_as_it_is_with_the_dtype_of_the_model() -> None:
+    mine = ModelCacheSpec("m", (FullLayer(2, 16, 16), FullLayer(2, 16, 8)), "float16")
+    found = spec_of_model(make_model("llama"), TINY_LLAMA, "m", manager_with(Fixed(mine)))
+    assert found == mine.with_dtype("float32")
+    assert found.source is not None
+    assert "test_plugins.Fixed" in found.source
+
+
+@pytest.mark.parametrize("wrapper", [NewWrapper(), OldWrapper()])
+def test_the_source_of_a_spec_names_the_wrappers_of_plugins(wrapper: Any) -> None:
+    found = spec_of_model(make_model("llama"), TINY_LLAMA, "m", manager_with(wrapper))
+    assert found.source is not None
+    assert f"test_plugins.{type(wrapper).__name__}, " in found.source.partition("wrapped by")[2]
+
+
+def test_what_the_bundled_provider_says_has_no_source() -> None:
+    manager = manager_with(Fixed(None))
+    assert spec_of_model(make_model("llama"), TINY_LLAMA, "m", manager).source is None
 
 
 def test_a_cache_class_without_layer_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

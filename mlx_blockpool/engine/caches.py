@@ -46,6 +46,7 @@ class Caches:
     ragged:            several sequences decode together, each in its own caches; otherwise one
                        sequence runs at a time.
     needs_checkpoints: a prompt can be resumed only where a checkpoint was cached.
+    differs:           what the ways of serving that were tried before this one got wrong.
     no_drafts:         why nothing is drafted, whatever the model can do; None: it may be.
     curve:             the seconds of forwards by their rows, where they were measured.
     is_unmeasured:     something of the model's speed is still to be measured.
@@ -61,6 +62,10 @@ class Caches:
     @property
     def ragged(self) -> bool:
         return False
+
+    @property
+    def differs(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def caches_chunks(self) -> bool:
@@ -210,6 +215,10 @@ class PooledCaches(Caches):
     @property
     def ragged(self) -> bool:
         return self.prefix.arena.capabilities.ragged
+
+    @property
+    def differs(self) -> tuple[str, ...]:
+        return self.prefix.arena.capabilities.differs
 
     @property
     def num_arrived(self) -> int:

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from ..config import KVBits, PoolConfig
-from ..errors import SpecError
+from ..errors import PluginError, SpecError
 from ..kv.arena import KVArena
 from ..kv.build import default_pool_bytes, describe, open_served
 from ..ranks.group import ALONE, Ranks
@@ -29,20 +29,21 @@ def open_caches(
     model leaves free).
 
     `max_kv_size` and `ranks` as in open_pool, `bits` as config.bits of open_served(). A model that
-    cannot be described runs on its own caches; in a group it raises GroupError.
+    cannot be described, or whose plugin describes other caches, runs on its own caches; in a group
+    it raises GroupError.
     """
     try:
         spec = describe(model, max_kv_size=max_kv_size, ranks=ranks)
-    except SpecError as error:
+        if pool_bytes is None:
+            pool_bytes = default_pool_bytes()
+        config = PoolConfig(bits=bits)
+        return wrap(open_served(model, spec, pool_bytes, config, ranks), config, ranks=ranks)
+    except (PluginError, SpecError) as error:
         if bits is None:
             log.info("no pool: %s", error)
         else:
             log.warning("no pool, and no %s: %s", bits, error)
-        return StockCaches(model, "", GuardedPromptCache())
-    if pool_bytes is None:
-        pool_bytes = default_pool_bytes()
-    config = PoolConfig(bits=bits)
-    return wrap(open_served(model, spec, pool_bytes, config, ranks), config, ranks=ranks)
+        return StockCaches(model, "", GuardedPromptCache(), str(error))
 
 
 def wrap(

@@ -23,13 +23,21 @@ from .sequence import Sequence
 class StockCaches(Caches):
     """In place of PooledCaches.
 
-    A sequence that continues is cached as a copy; the only limit is that of `prompts`.
+    A sequence that continues is cached as a copy; the only limit is that of `prompts`. no_pool: why
+    the model has no pool; "": no plugin describes it.
     """
 
-    def __init__(self, model: Any, key: Any, prompts: GuardedPromptCache) -> None:
+    def __init__(
+        self, model: Any, key: Any, prompts: GuardedPromptCache, no_pool: str = ""
+    ) -> None:
         self._model = model
         self._key = key
         self._prompts = prompts
+        self._no_pool = no_pool
+
+    @property
+    def differs(self) -> tuple[str, ...]:
+        return (self._no_pool,) if self._no_pool else ()
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
         caches, rest = self._prompts.fetch_nearest_cache(

@@ -70,20 +70,24 @@ def bind(model: Any, adapters: Sequence[AttentionAdapter] = (), *, by_member: bo
     attached = 0
     for _, module in model.named_modules():
         cls = type(module).__dict__.get("_attached_from", type(module))
-        attend = _way(cls, () if by_member else adapters, by_member)
+        adapter = None if by_member else _adapter_of(cls, adapters)
+        attend = _way(cls, by_member) if adapter is None else adapter.attend
         if attend is not None:
             module.__class__ = _derived(cls, attend)
             attached += 1
+            if adapter is not None:
+                type(module)._adapter = adapter
     return attached
 
 
-def _way(cls: type, adapters: Sequence[AttentionAdapter], by_member: bool) -> Any:
-    """How modules of a class attend: as PLAIN, or by a function as AttentionAdapter.attend; None
-    if they have no cache.
+def _adapter_of(cls: type, adapters: Sequence[AttentionAdapter]) -> AttentionAdapter | None:
+    return next((adapter for adapter in reversed(adapters) if adapter.applies(cls)), None)
+
+
+def _way(cls: type, by_member: bool) -> Any:
+    """How modules of a class without an adapter attend: as PLAIN, or by a function as
+    AttentionAdapter.attend; None if they have no cache.
     """
-    found = next((adapter.attend for adapter in reversed(adapters) if adapter.applies(cls)), None)
-    if found is not None:
-        return found
     methods = _methods(cls)
     calls = [name for name, method in methods.items() if _calls_attention(method)]
     writes = [
@@ -186,6 +190,18 @@ def is_by_member(model: Any) -> bool:
     """Return whether some module of an attached model computes one member after another."""
     return any(
         getattr(type(m), "_attends", None) is attend_by_member for _, m in model.named_modules()
+    )
+
+
+def sources_of(model: Any) -> list[str]:
+    """The attention adapters of installed plugins that an attached model computes with, in
+    words.
+    """
+    found = (getattr(type(module), "_adapter", None) for _, module in model.named_modules())
+    return list(
+        dict.fromkeys(
+            f"adapter {a.name} of {a.source}" for a in found if a is not None and a.source
+        )
     )
 
 

@@ -16,15 +16,17 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from ..config import KVBits
+from ..errors import PluginError, PoolExhaustedError
 from ..plugins import attention_adapters
 from ..ranks.group import ALONE, Ranks
 from ..spec import ChunkLayer, ModelCacheSpec
 from .arena import KVArena
-from .attach import bind, classes_of, is_by_member, restore
+from .attach import bind, classes_of, is_by_member, restore, sources_of
 from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
 from .pending_tokens import PendingTokens, padded_forward, takes_back
 from .prompt_cache import batch_of, begin_rows, commit_rows, make_prompt_cache
+from .proof import difference_alone, long_prompts
 from .rounded_caches import rounded
 from .scratch import pipelined
 from .shards import is_stage, on_all, without_collectives
@@ -51,11 +53,13 @@ def probe(
     It stays attached if a ragged batch of random tokens gives the logits of single sequences, on
     all ranks, or if the pool is quantised and one sequence in two parts gives those of mlx-lm's
     caches; else it is as it was before. `attaches=False` leaves it as it is, and tries only what
-    mlx-lm's own attention can do. Raises PoolExhaustedError if the pool cannot hold two short
-    sequences.
+    mlx-lm's own attention can do. What installed plugins say is also tried with long prompts.
+    Raises PoolExhaustedError if the pool cannot hold two short sequences, and PluginError if a
+    sequence differs on the caches of a plugin's spec.
     """
     found = Capabilities(is_stage=is_stage(model))
     if not attaches:
+        _need_equal_caches(model, arena, found, ranks)
         return replace(found, pads_states=_leaves_padding_out(model, arena, ranks))
     before, classes = arena.capabilities, classes_of(model)
     # Caches of the pool work as if the model could do what is tried.
@@ -68,6 +72,7 @@ def probe(
         if arena.spec.bits is not None and not found.is_attached:
             # The model cannot read these blocks.
             return found
+        _need_equal_caches(model, arena, found, ranks)
         no_kernel = refused_kernels(model, arena, ranks)
         kernels = frozenset(range(len(arena.spec.groups))) - no_kernel.keys()
         found = replace(
@@ -89,9 +94,17 @@ def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Rank
     is_quantised = spec.bits is not None
 
     def reads_blocks() -> str | None:
-        return _difference(
-            model, lambda: make_prompt_cache(model, arena), not arena.state_leaves, spec
-        )
+        for prompts in _prompts(model, arena):
+            why = _difference(
+                model,
+                lambda: make_prompt_cache(model, arena),
+                not arena.state_leaves,
+                spec,
+                prompts,
+            )
+            if why is not None:
+                return why
+        return None
 
     def reads_alone() -> str | None:
         return _difference_alone(model, arena)
@@ -113,15 +126,44 @@ def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Rank
                 return replace(
                     found, ragged=ragged, is_attached=True, by_member=is_by_member(model)
                 )
-            found = replace(found, differs=(*found.differs, why))
+            what = "A batch whose blocks are read in place" if ragged else "One sequence"
+            how = ", one member after another" if by_member and ragged else ""
+            found = replace(found, differs=(*found.differs, f"{what}{how}: {why}."))
     return found
+
+
+def _need_equal_caches(model: Any, arena: KVArena, found: Capabilities, ranks: Ranks) -> None:
+    """Raises PluginError unless a long sequence, and one that is resumed, have the logits of the
+    model's own caches. What the bundled provider says is read off these and needs no proof.
+    """
+    spec = arena.spec
+    if spec.source is None:
+        return
+    tolerance = None if spec.bits is None else _tolerance(True, spec.bits)
+    with without_collectives(model):
+        why = difference_alone(model, arena, lambda: _stock_caches(model, spec), tolerance)
+    if not on_all(ranks, why is None):
+        raise PluginError(
+            f"{spec.model_id}, one sequence on the caches that {spec.source} describes: "
+            f"{why or 'the part of another rank differs'}. Correct the plugin; "
+            "`mlx_blockpool.testing.conformance` shows more."
+        )
+
+
+def _prompts(model: Any, arena: KVArena) -> list[list[list[int]]]:
+    """What batches are tried with: for what installed plugins say also long prompts."""
+    if arena.spec.source is None and not sources_of(model):
+        return [PROMPTS]
+    return [PROMPTS, long_prompts(model, arena, _stock_caches(model))]
 
 
 def _verifies(model: Any, arena: KVArena, ranks: Ranks) -> Any:
     """Capabilities.verifies. Groups of ranks do not try."""
     if not ranks.decides:
         return None
-    if arena.capabilities.ragged and _agrees_by_rows(model, arena):
+    if arena.capabilities.ragged and all(
+        _agrees_by_rows(model, arena, prompts) for prompts in _prompts(model, arena)
+    ):
         return "rows"
     if not takes_back(arena.spec):
         return None
@@ -139,11 +181,19 @@ def _attach_if(
     before = classes_of(model)
     passed, why = False, "its layers have no attention that can be attached"
     try:
+        try:
+            is_bound = bind(model, attention_adapters(), by_member=by_member)
+        except Exception as error:
+            # AttentionAdapter.applies() is code from anywhere.
+            is_bound, why = 0, f"an attention adapter raised {type(error).__name__}: {error}"
+        adapters = sources_of(model)
         # A model without attention has nothing to attach.
-        is_bound = bind(model, attention_adapters(), by_member=by_member) or not arena.spec.groups
-        with without_collectives(model):
-            why = (agrees() or "") if is_bound else why
+        if is_bound or not arena.spec.groups:
+            with without_collectives(model):
+                why = agrees() or ""
         passed = on_all(ranks, not why)
+        if why and adapters:
+            why = f"with {' and '.join(adapters)}, {why}"
     finally:
         if not passed:
             restore(before)
@@ -171,7 +221,11 @@ def _leaves_padding_out(model: Any, arena: KVArena, ranks: Ranks) -> bool:
 
 
 def _difference(
-    model: Any, make_caches: Callable[[], list[Any]], pads: bool, spec: ModelCacheSpec | None = None
+    model: Any,
+    make_caches: Callable[[], list[Any]],
+    pads: bool,
+    spec: ModelCacheSpec | None = None,
+    prompts: list[list[int]] = PROMPTS,
 ) -> str | None:
     """What differs between the logits of a batch and those of single sequences, in words.
 
@@ -179,17 +233,17 @@ def _difference(
     """
 
     def in_a_batch() -> mx.array:
-        caches = [make_caches() for _ in PROMPTS]
+        caches = [make_caches() for _ in prompts]
         if not pads:
-            for own, prompt in zip(caches, PROMPTS, strict=True):
+            for own, prompt in zip(caches, prompts, strict=True):
                 _logits(model, [prompt], own)
         batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
-        return _batch_logits(model, batch, PROMPTS if pads else [])
+        return _batch_logits(model, batch, prompts if pads else [])
 
-    return _compared(model, in_a_batch, PROMPTS, spec)
+    return _compared(model, in_a_batch, prompts, spec)
 
 
-def _agrees_by_rows(model: Any, arena: KVArena) -> bool:
+def _agrees_by_rows(model: Any, arena: KVArena, prompts: list[list[int]]) -> bool:
     """Return whether tokens that are computed by rows, next to some that are not kept, have the
     logits of single sequences.
     """
@@ -197,8 +251,8 @@ def _agrees_by_rows(model: Any, arena: KVArena) -> bool:
         return False
 
     def by_rows() -> mx.array:
-        caches = [make_prompt_cache(model, arena) for _ in PROMPTS]
-        for own, prompt in zip(caches, PROMPTS, strict=True):
+        caches = [make_prompt_cache(model, arena) for _ in prompts]
+        for own, prompt in zip(caches, prompts, strict=True):
             _logits(model, [prompt], own)
         batch = batch_of(caches)
         # One row of each is kept; then the last row of each is compared.
@@ -210,7 +264,7 @@ def _agrees_by_rows(model: Any, arena: KVArena) -> bool:
         commit_rows(batch, [1, 1])
         return logits[:2, -1]
 
-    return _compared(model, by_rows, PROMPTS, arena.spec) is None
+    return _compared(model, by_rows, prompts, arena.spec) is None
 
 
 def _agrees_rolled_back(model: Any, arena: KVArena, prompts: list[list[int]]) -> bool:
@@ -259,25 +313,26 @@ def _compared(
     """
     try:
         found = compute()
-    # Errors of a model that was not made for such a cache; its other errors come back on the path
-    # that is taken instead.
-    except (
-        AssertionError,
-        AttributeError,
-        LookupError,
-        NotImplementedError,
-        TypeError,
-        ValueError,
-    ) as error:
+        alone = [
+            _last_logits(model, _stock_caches(model, spec), [prompt, *NEXT]) for prompt in prompts
+        ]
+    except PoolExhaustedError:
+        raise
+    except Exception as error:
+        # A model that was not made for such a cache, or an adapter of a plugin, may raise anything.
+        # Other errors come back on the path that is taken instead.
         log.info("%s does not run this way: %s", type(model).__module__, error)
         return f"{type(error).__name__}: {str(error)[:200]}"
-    alone = [_last_logits(model, _stock_caches(model, spec), [prompt, *NEXT]) for prompt in prompts]
     needed = mx.concatenate(alone).astype(mx.float32)
     tolerance = _tolerance(found.dtype == mx.float32, None if spec is None else spec.bits)
     off = mx.abs(found.astype(mx.float32) - needed).max() / mx.maximum(mx.abs(needed).max(), 1e-30)
     # NaN is no less than anything.
+    if (off <= tolerance).item():
+        return None
+    lengths = " and ".join(str(len(prompt) + len(NEXT)) for prompt in prompts)
     return (
-        None if (off <= tolerance).item() else f"logits differ by {off.item():.2g} of the largest"
+        f"logits after {lengths} tokens differ by {off.item():.2g} of the largest from those of "
+        "the model's own caches"
     )
 
 

@@ -6,7 +6,7 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from itertools import count
 from typing import Any
@@ -214,6 +214,29 @@ def state_caches(caches: Iterable[Any]) -> dict[int, PooledArraysCache]:
     return {
         i: leaf for i, leaf in enumerate(leaves_of(caches)) if isinstance(leaf, PooledArraysCache)
     }
+
+
+def resumed(
+    sequence: SequenceBlocks,
+    hit: int,
+    rings: Mapping[int, int],
+    states: Mapping[int, Sequence[Any]],
+) -> list[Any]:
+    """Caches that hold the first `hit` tokens of what is in the blocks of a sequence.
+
+    rings: where in the ring of each window group the next token goes. states: the content of each
+    state layer, by leaf.
+    """
+    caches = pooled_caches(sequence.arena, sequence)
+    for cache in leaves_of(caches):
+        if isinstance(cache, PooledLayer):
+            cache.offset = hit
+        if isinstance(cache, PooledRotatingKVCache) and cache.place.group in rings:
+            cache.set_ring_index(rings[cache.place.group])
+    for leaf, state in state_caches(caches).items():
+        if leaf in states:
+            state.cache = list(states[leaf])
+    return caches
 
 
 def from_stock(caches: list[Any], arena: KVArena) -> list[Any]:

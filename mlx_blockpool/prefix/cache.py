@@ -35,7 +35,7 @@ from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..kv.arena import KVArena
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
-from ..kv.prompt_cache import leaves_of, pooled_caches, sequence_of, state_caches
+from ..kv.prompt_cache import leaves_of, resumed, sequence_of, state_caches
 from ..kv.quantised import own_copies
 from ..kv.sequence import SequenceBlocks
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
@@ -668,18 +668,13 @@ def lay_out(
     except PoolExhaustedError:
         sequence.release()
         raise
-    caches = pooled_caches(admission.arena, sequence)
-    for cache in leaves_of(caches):
-        if isinstance(cache, PooledLayer):
-            cache.offset = hit
-        if isinstance(cache, PooledRotatingKVCache) and checkpoint is not None:
-            cache.set_ring_index(
-                hit if hit < checkpoint.position else checkpoint.rings[cache.place.group][1]
-            )
-    if checkpoint is not None:
-        for leaf, cache in state_caches(caches).items():
-            cache.cache = list(checkpoint.states[leaf])
-    return caches
+    if checkpoint is None:
+        return resumed(sequence, hit, {}, {})
+    rings = {
+        group: hit if hit < checkpoint.position else index
+        for group, (_, index) in checkpoint.rings.items()
+    }
+    return resumed(sequence, hit, rings, checkpoint.states)
 
 
 def _append_shared(

@@ -25,7 +25,7 @@ from ..engine.opening import wrap
 from ..engine.request import Event, Failed, Progress, Request, Restoring, Started, Token
 from ..engine.sequence import Sequence as Suspended
 from ..engine.stock import GuardedPromptCache, StockCaches
-from ..errors import FormError
+from ..errors import FormError, PluginError
 from ..kv.build import open_served
 from ..model_files.device import trim_memory
 from ..model_files.modelfile import positions_of
@@ -124,6 +124,7 @@ class LoadedModel:
         self.has_met_limits = False
         self._config, self._measured = config, measured
         self._spec: ModelCacheSpec | None = None
+        self._no_pool = ""
         self._drafted: DraftedPrefix | None = None
         self.hashing: WeightsHash | None = None
         self._alarmed = False
@@ -137,7 +138,7 @@ class LoadedModel:
         """
         provider = self.provider
         provider.prepare(self.key)
-        self._spec = caches.describe(provider.model, provider.config, provider.name)
+        self._spec, self._no_pool = caches.describe(provider.model, provider.config, provider.name)
         caches.leave_out_draft(provider, self._spec)
         self.weights_bytes = sum(array.nbytes for array in provider.weights())
         if pool_bytes is not None and self._spec is not None:
@@ -183,12 +184,16 @@ class LoadedModel:
 
     def _open_caches(self, pool_bytes: int) -> None:
         provider, spec, config = self.provider, self._spec, self._config.pool
-        stock = self.sequential.stock
+        stock, no_pool = self.sequential.stock, self._no_pool
         if spec is not None and provider.draft_model is not None:
             self._drafted = caches.open_drafted(provider, spec, pool_bytes, config)
             self.prefix = None if self._drafted is None else self._drafted.prefix
         elif spec is not None:
-            self._open_pooled(spec, pool_bytes)
+            try:
+                self._open_pooled(spec, pool_bytes)
+            except PluginError as error:
+                log.warning("No pool for %s: %s", provider.name, error)
+                spec, no_pool = None, str(error)
         if self.prefix is None:
             most = pool_bytes if config.pool_bytes is not None else 1 << 63
             stock = GuardedPromptCache(provider.cli_args.prompt_cache_size, most)
@@ -201,7 +206,7 @@ class LoadedModel:
                 why,
             )
         if spec is None and provider.draft_model is None:
-            self.caches = StockCaches(provider.model, provider.model_key, stock)
+            self.caches = StockCaches(provider.model, provider.model_key, stock, no_pool)
         self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)
 
     def _open_pooled(self, spec: ModelCacheSpec, pool_bytes: int) -> None:
@@ -485,7 +490,9 @@ class LoadedModel:
 
     def update_report(self) -> None:
         """Replace the figures for GET /v1/cache."""
+        differs = [] if self.caches is None else list(self.caches.differs)
         self.report = caches.report(self.prefix, self.sequential.stock, self.engine)
+        self.report["differs"] = differs
         alarm = self.report.get("alarm")
         if alarm is not None and not self._alarmed:
             log.warning("Almost nothing is reused: %s", alarm)

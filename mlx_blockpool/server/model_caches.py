@@ -34,13 +34,15 @@ log = logging.getLogger(__name__)
 FEW_CHECKPOINTS = 8
 
 
-def describe(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
-    """The spec of a model, or None if no plugin describes it, which is logged."""
+def describe(
+    model: Any, config: dict[str, Any], model_id: str
+) -> tuple[ModelCacheSpec | None, str]:
+    """The spec of a model; or None if no plugin describes it, and why, which is logged."""
     try:
-        return build.describe(model, config, model_id)
+        return build.describe(model, config, model_id), ""
     except (PluginError, SpecError) as error:
         log.warning("No pool for %s: %s", model_id, error)
-        return None
+        return None, str(error)
 
 
 def store_of(
@@ -103,12 +105,13 @@ def open_drafted(
 ) -> DraftedPrefix | None:
     """A pool for the model and one for its draft, sized by the bytes of a block of each.
 
-    None if the draft has no spec, or a layer of either has several caches.
+    None if the draft has no spec, if an installed plugin describes one of them, which is not proven
+    here, or if a layer of either has several caches.
     """
     draft = _draft_spec(provider)
-    if draft is None or not all(
-        isinstance(layer, FullLayer) for layer in (*spec.layers, *draft.layers)
-    ):
+    if draft is None or spec.source is not None or draft.source is not None:
+        return None
+    if not all(isinstance(layer, FullLayer) for layer in (*spec.layers, *draft.layers)):
         return None
     sizes = [sum(s.bytes_per_block(g) for g in s.groups) for s in (spec, draft)]
     own = pool_bytes * sizes[0] // sum(sizes)
@@ -118,7 +121,7 @@ def open_drafted(
 
 
 def _draft_spec(provider: BlockpoolModelProvider) -> ModelCacheSpec | None:
-    return describe(provider.draft_model, {}, Path(str(provider.model_key[2])).name)
+    return describe(provider.draft_model, {}, Path(str(provider.model_key[2])).name)[0]
 
 
 def warn_of_few_checkpoints(prefix: TieredPrefixCache) -> None:

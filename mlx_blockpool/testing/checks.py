@@ -19,12 +19,13 @@ from ..kv.attach import detach
 from ..kv.build import open_served
 from ..kv.capabilities import Capabilities
 from ..kv.prompt_cache import pooled_caches
+from ..kv.proof import MOST_TOKENS, Parts, cut, distance, run
 from ..plugins import check_spec
 from ..spec import BLOCK_TOKENS, WindowLayer
 from ..store.prompt_store import PromptStore
 from ..tier.cache import TieredPrefixCache
-from .runs import Parts, allowed, cold, cut, distance, exactly, run, same
-from .subject import MOST_TOKENS, ConformanceError, NotCheckedError, Subject
+from .runs import allowed, cold, exactly, same
+from .subject import ConformanceError, NotCheckedError, Subject
 
 STRANGERS: tuple[dict[str, Any], ...] = (
     {},
@@ -94,6 +95,8 @@ def check_spec_of_model(subject: Subject) -> str:
     """The spec agrees with the caches that the model makes, layer by layer."""
     try:
         checked = check_spec(subject.spec, subject.model)
+    except SpecError as error:
+        raise NotCheckedError(f"{error} The other checks prove what the plugin says.") from error
     except BlockpoolError as error:
         needed = "a spec that says what make_cache and a forward pass show"
         raise ConformanceError(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from ..config import KVBits
+from ..kv.proof import TOLERANCE, Parts, distance, run
 from .subject import ConformanceError, NotCheckedError, Subject
 
-# A fraction of the largest logit: sums in another order stay far below it, and one wrong key of a
-# few hundred is far above it.
-TOLERANCE = 1e-5
 # If mlx-lm's own logits depend on where a prompt is cut, LEEWAY times their difference is allowed.
 # Beyond UNSTEADY nothing is checked.
 LEEWAY = 10
@@ -21,23 +18,6 @@ HINT = (
     "The spec describes the caches; a model with its own caches or attention may need a layer "
     "kind that does not exist."
 )
-
-Parts = Sequence[Sequence[int]]
-
-
-def run(model: Any, caches: list[Any], parts: Parts) -> list[mx.array]:
-    """Logits [vocabulary] after each part of a prompt."""
-    found = []
-    for part in parts:
-        found.append(model(mx.array([list(part)]), cache=caches)[0, -1].astype(mx.float32))
-        mx.eval([c.state for c in caches if len(part) > 1], found[-1])
-    return found
-
-
-def cut(tokens: Sequence[int], places: Iterable[int]) -> list[list[int]]:
-    """Split tokens at `places`."""
-    ends = [*sorted({p for p in places if 0 < p < len(tokens)}), len(tokens)]
-    return [list(tokens[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def cold(subject: Subject, parts: Parts, bits: KVBits | None = None) -> list[mx.array]:
@@ -53,14 +33,6 @@ def cold(subject: Subject, parts: Parts, bits: KVBits | None = None) -> list[mx.
             "Scale its weights down.",
         )
     return found
-
-
-def distance(needed: Sequence[mx.array], found: Sequence[mx.array]) -> list[float]:
-    """The largest difference of each pair of rows, as a fraction of the largest finite logit;
-    infinite if only one is finite.
-    """
-    scale = max(float(mx.abs(mx.where(mx.isfinite(row), row, 0)).max()) for row in needed) or 1.0
-    return [_apart(a, b) / scale for a, b in zip(needed, found, strict=True)]
 
 
 def same(
@@ -102,10 +74,3 @@ def allowed(subject: Subject, parts: Parts, tolerance: float = TOLERANCE) -> flo
 
 def exactly(gap: float) -> str:
     return "exact" if gap == 0 else f"within {gap:.0e} of the largest logit"
-
-
-def _apart(needed: mx.array, found: mx.array) -> float:
-    finite = mx.isfinite(needed)
-    if needed.shape != found.shape or not bool((finite == mx.isfinite(found)).all()):
-        return float("inf")
-    return float(mx.abs(mx.where(finite, needed - found, 0)).max())

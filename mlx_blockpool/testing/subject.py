@@ -19,9 +19,10 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..config import KVBits
-from ..errors import BlockpoolError, UnknownModelTypeError
+from ..errors import BlockpoolError, SpecError, UnknownModelTypeError
 from ..kv.arena import KVArena
 from ..kv.build import config_of
+from ..kv.proof import MOST_TOKENS, sizes_of
 from ..kv.rounded_caches import rounded
 from ..plugins import (
     check_spec,
@@ -31,11 +32,9 @@ from ..plugins import (
     plugin_classes,
     provided_spec,
 )
-from ..spec import ChunkLayer, ModelCacheSpec, WindowLayer
+from ..spec import ModelCacheSpec
 
 MOST_PARAMETERS = 50_000_000
-# Windows and chunks up to here are checked beyond their end.
-MOST_TOKENS = 1100
 POOL_BYTES = 64_000_000
 SEQUENCES = 12
 
@@ -98,6 +97,9 @@ class Subject:
         """The fault of the spec that makes all other checks pointless, or None."""
         try:
             check_spec(self.spec, self.model)
+        except SpecError:
+            # Its caches are of classes that mlx-lm does not have.
+            return None
         except (ConformanceError, BlockpoolError) as error:
             return str(error)
         return None
@@ -110,10 +112,7 @@ class Subject:
     @cached_property
     def sizes(self) -> list[int]:
         """The lengths of windows and chunks, in tokens."""
-        windows = {leaf.max_size for leaf in self.spec.leaves if isinstance(leaf, WindowLayer)}
-        return sorted(
-            windows | {leaf.chunk_size for leaf in self.spec.leaves if isinstance(leaf, ChunkLayer)}
-        )
+        return sizes_of(self.spec)
 
     @property
     def short_sizes(self) -> list[int]:

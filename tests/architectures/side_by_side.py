@@ -15,8 +15,9 @@ from mlx_blockpool.engine.opening import wrap
 from mlx_blockpool.engine.request import Failed, Request, Started, Token
 from mlx_blockpool.kv.attach import detach
 from mlx_blockpool.kv.build import open_served
+from mlx_blockpool.kv.proof import cut, distance
 from mlx_blockpool.testing import ConformanceError, NotCheckedError, Subject
-from mlx_blockpool.testing.runs import HINT, allowed, cold, cut, distance
+from mlx_blockpool.testing.runs import HINT, allowed, cold
 
 CHUNK = 64
 # Attention over several runs of blocks sums in another order.

@@ -376,7 +376,7 @@ def test_what_was_cached_is_said_where_requests_run_alone(
     tmp_path: Path, pool: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not pool:
-        monkeypatch.setattr("mlx_blockpool.server.model_caches.describe", lambda *_: None)
+        monkeypatch.setattr("mlx_blockpool.server.model_caches.describe", lambda *_: (None, ""))
     model = save_model(tmp_path / "llama", "llama")
     draft = save_model(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)
     with (

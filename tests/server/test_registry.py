@@ -262,7 +262,7 @@ def test_a_model_without_a_pool_is_swapped_like_any_other(
     """No plugin describes it, so that nothing is in blocks; with a draft its requests run one by
     one.
     """
-    monkeypatch.setattr("mlx_blockpool.server.model_caches.describe", lambda *_: None)
+    monkeypatch.setattr("mlx_blockpool.server.model_caches.describe", lambda *_: (None, ""))
     arguments = (
         "--draft-model",
         str(save_model(two[0].parent / "draft", "llama", num_hidden_layers=1)),

@@ -16,6 +16,7 @@ from testing.saboteurs import Provider, Unmarked
 import mlx_blockpool.testing as kit
 from mlx_blockpool.errors import SpecError
 from mlx_blockpool.hooks import hookimpl
+from mlx_blockpool.kv.proof import distance
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from mlx_blockpool.testing import (
     CHECKS,
@@ -26,7 +27,6 @@ from mlx_blockpool.testing import (
     run_check,
     tiny_model,
 )
-from mlx_blockpool.testing.runs import distance
 
 LLAMA = CONFIGS["llama"]
 FLAT = {**LLAMA, "layer_types": None}

@@ -1,0 +1,149 @@
+"""What a plugin says of a model is proven: a wrong spec never gives a wrong reply, is served more
+simply, and the sentence says what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architectures.configs import CONFIGS
+from mlx_lm.generate import generate_step
+from test_plugins import manager_with
+from testing import saboteurs as wrong
+
+from mlx_blockpool import plugins
+from mlx_blockpool.config import KVBits
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.engine.request import Request, Token
+from mlx_blockpool.engine.stock import StockCaches
+from mlx_blockpool.errors import PluginError
+from mlx_blockpool.kv import probe as probing
+from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.spec import FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
+from mlx_blockpool.testing import tiny_model
+
+ROOMY = 60_000_000
+Change = Callable[[ModelCacheSpec], Any]
+
+
+def window_of(change: int) -> Callable[[LayerSpec], LayerSpec]:
+    return lambda layer: (
+        replace(layer, max_size=layer.max_size + change)
+        if isinstance(layer, WindowLayer)
+        else layer
+    )
+
+
+def a_window(layer: LayerSpec) -> LayerSpec:
+    assert isinstance(layer, FullLayer)
+    return WindowLayer(layer.kv_heads, layer.key_dim, layer.value_dim, 32)
+
+
+def swapped_dims(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, key_dim=layer.key_dim * 2) if isinstance(layer, FullLayer) else layer
+
+
+def fewer_bytes(layer: LayerSpec) -> LayerSpec:
+    arrays = () if not isinstance(layer, StateLayer) else layer.arrays
+    return (
+        StateLayer(tuple(((1, *shape[1:-1], 1), dtype) for shape, dtype in arrays))
+        if arrays
+        else layer
+    )
+
+
+WRONG: dict[str, tuple[str, Change, str]] = {
+    "heads": (
+        "llama",
+        wrong.layers_with(wrong.wrong_heads),
+        "the spec has the arrays keys, values",
+    ),
+    "dim": ("llama", wrong.layers_with(swapped_dims), "the model's cache writes"),
+    "a layer too few": (
+        "llama",
+        wrong.one_less,
+        r"the spec has \d layers and the model makes \d caches",
+    ),
+    "a layer too many": (
+        "llama",
+        lambda spec: replace(spec, layers=(*spec.layers, spec.layers[0])),
+        r"the spec has \d layers and the model makes \d caches",
+    ),
+    "kind": ("llama", wrong.layers_with(a_window), "logits after token"),
+    "window too small": ("gpt_oss", wrong.layers_with(window_of(-1)), "differ|holds"),
+    "window too large": ("gpt_oss", wrong.layers_with(window_of(1)), "differ|holds"),
+    "state forgotten": ("qwen3_next", wrong.layers_with(wrong.without_state), "Error"),
+    "bytes of a state": ("mamba2", wrong.layers_with(fewer_bytes), "bytes; the spec says"),
+}
+
+
+def described_by(change: Change, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tiny model which an installed plugin describes, and differently from the bundled one."""
+    model = tiny_model(CONFIGS[name])
+    plugin = wrong.Provider(model.args.model_type, change)
+    monkeypatch.setattr(plugins, "make_plugin_manager", lambda: manager_with(plugin))
+    return model
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_spec_gives_the_replies_of_the_models_own_caches(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, change, said = WRONG[case]
+    model = described_by(change, name, monkeypatch)
+    prompts = [[3 + i % 50 for i in range(300)], [7, 8, 9]]
+    needed = [
+        [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=8)]
+        for prompt in prompts
+    ]
+    engine = BlockPoolBatchEngine.open(model, ROOMY)
+    assert isinstance(engine.caches, StockCaches)
+    (sentence,) = engine.caches.differs
+    assert "the caches that provider (testing.saboteurs.Provider, " in sentence
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(sentence)
+    assert replies(engine, prompts) == needed
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next", "falcon_h1", "llama4"])
+@pytest.mark.parametrize("bits", [None, KVBits()])
+def test_a_right_spec_of_a_plugin_is_served_as_the_bundled_one_is(
+    name: str, bits: KVBits | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled = BlockPoolBatchEngine.open(tiny_model(CONFIGS[name]), ROOMY, bits=bits)
+    model = described_by(lambda spec: spec, name, monkeypatch)
+    engine = BlockPoolBatchEngine.open(model, ROOMY, bits=bits)
+    assert engine.caches.ragged == bundled.caches.ragged
+    assert engine.caches.verifies == bundled.caches.verifies
+    assert engine.caches.differs == bundled.caches.differs
+
+
+def test_a_script_is_told_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = described_by(wrong.layers_with(wrong.wrong_heads), "llama", monkeypatch)
+    with pytest.raises(PluginError, match="the spec has the arrays keys, values"):
+        open_pool(model, ROOMY)
+
+
+def test_specs_of_the_bundled_provider_are_tried_with_short_prompts_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unexpected(*_: Any) -> Any:
+        raise AssertionError("a long prompt")
+
+    monkeypatch.setattr(probing, "difference_alone", unexpected)
+    monkeypatch.setattr(probing, "long_prompts", unexpected)
+    assert BlockPoolBatchEngine.open(tiny_model(CONFIGS["gpt_oss"]), ROOMY).caches.ragged
+
+
+def replies(engine: BlockPoolBatchEngine, prompts: list[list[int]]) -> list[list[int]]:
+    uids = engine.insert_all([Request(prompt, 8) for prompt in prompts])
+    found: dict[int, list[int]] = {uid: [] for uid in uids}
+    while len(engine):
+        for event in engine.next():
+            if isinstance(event, Token):
+                found[event.uid].append(event.token)
+    return [found[uid] for uid in uids]
