@@ -49,8 +49,8 @@ NOT_SETTINGS = {
         """,
     "How speed is measured: rounds, sizes and noise. Another value gives other figures, not "
     "another behaviour.": """
-        kv/measuring.py:* kv/path_measuring.py:* kv/cost_model.py:* kv/probe.py:* kv/shares.py:*
-        drafts/curve.py:CONTEXT server/watch/counts.py:* tier/restore.py:MEMORY
+        kv/measuring.py:* kv/path_measuring.py:* kv/cost_model.py:* kv/probe.py:* kv/proof.py:*
+        kv/shares.py:* drafts/curve.py:CONTEXT server/watch/counts.py:* tier/restore.py:MEMORY
         """,
     "Rates, thresholds and lengths that a benchmark has fitted (benchmarks/LOG.md).": """
         drafts/acceptance.py:* drafts/index.py:* drafts/lengths.py:* drafts/text_source.py:*
@@ -81,6 +81,7 @@ NOT_SETTINGS = {
     "Bounds of algorithms against hostile input, far beyond real schemas, folders and tries.": """
         forms/closed_objects.py:* forms/compiler.py:STACK_BYTES forms/exact.py:_MOST_*
         forms/parameters.py:* forms/schema.py:* prefix/trie.py:MAX_SIBLINGS
+        server/api/call_readers.py:MOST_DEEP
         server/models/catalog.py:FOLDER_DEPTH server/forms.py:MOST_WAITING
         store/identity.py:MOST_FILES store/measurements.py:MOST_MODELS
         """,
