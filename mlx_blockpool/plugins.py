@@ -25,7 +25,7 @@ from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLay
 log = logging.getLogger(__name__)
 
 GROUP = "mlx_blockpool"
-BUNDLED = ("default", "mla", "states", "vision_text", "volatile")
+BUNDLED = ("default", "afm7", "gpt_bigcode", "mla", "states", "vision_text", "volatile")
 PACKAGE = "mlx_blockpool_plugins"
 
 

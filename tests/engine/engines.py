@@ -1,8 +1,8 @@
 """Engines over small pools, driven step by step, and what mlx-lm alone answers.
 
-A name is that of a model, or also of the bits of its keys and values: "llama", "llama K8V4"; 16: as
-the model computes them. In fewer bits mlx-lm answers on caches of its own that are given rounded
-keys and values.
+A name is that of a model of models.py or architectures/, or also of the bits of its keys and
+values: "llama", "llama K8V4"; 16: as the model computes them. In fewer bits mlx-lm answers on
+caches of its own that are given rounded keys and values.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+from architectures.configs import CONFIGS as ARCHITECTURES
+from architectures.configs_common import wide
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from models import CONFIGS as MODELS
 from models import make_model
 
 from mlx_blockpool.config import EngineConfig, KVBits, kv_bits
@@ -27,6 +30,7 @@ from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.build import attach, describe
 from mlx_blockpool.kv.rounded_caches import rounded
 from mlx_blockpool.spec import ModelCacheSpec, blocks_for
+from mlx_blockpool.testing import tiny_model
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
 ROOMY = 40_000_000
@@ -40,6 +44,7 @@ WIDER: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 64},
     "gemma3_text": {"head_dim": 32},
     "gpt_oss": {"head_dim": 64},
+    "gemma2": {"head_dim": 32},
     "qwen2": {"hidden_size": 128},
     "lfm2": {"hidden_size": 128, "block_dim": 128},
 }
@@ -54,6 +59,9 @@ def bits_of(name: str) -> KVBits | None:
 
 def new_model(name: str) -> Any:
     base = name.partition(" ")[0]
+    if base not in MODELS:
+        config = ARCHITECTURES[base]
+        return tiny_model(wide(config) if bits_of(name) else config)
     return make_model(base, **CHANGES.get(base, {}), **(WIDER[base] if bits_of(name) else {}))
 
 

@@ -16,6 +16,7 @@ from engine.drafts import Script
 from engine.engines import TIE, VOCABULARY, Told, assert_nothing_held
 from engine.forms import FLAGS, PERSON
 from engine.schedules import CONFIG, CROWD, CROWDS, SCHEDULES, Arrival, Schedule, arrivals
+from engine.test_schedules import OTHERS
 from engine.test_seeds import sampler
 from hypothesis import given
 from hypothesis import strategies as st
@@ -217,7 +218,12 @@ class Drafted(Plain):
             if size > 1
         ]
         # A slab of one block takes the buffer of what fills it.
-        arrays = [array for slab in slabs for array in self.prefix.arena.locate(*slab)[0].arrays()]
+        arrays = [
+            array
+            for slab in slabs
+            for array in self.prefix.arena.locate(*slab)[0].arrays()
+            if array.size
+        ]
         found = (
             pool.layout_version,
             [np.asarray(memoryview(array.view(mx.uint8))).ctypes.data for array in arrays],
@@ -291,6 +297,15 @@ DRAFTED: dict[str, Any] = {
 @tried(3, 45)
 @given(**{**SCHEDULES, **DRAFTED, "requests": arrivals(**PARTS)})
 def test_replies_of_a_schedule_with_drafts_are_those_without(
+    name: str, requests: list[Arrival], **more: Any
+) -> None:
+    run(name, requests, **more)
+
+
+@pytest.mark.parametrize("name", only(OTHERS, "gemma2", "deepseek_v3"))
+@tried(1, 30)
+@given(**{**SCHEDULES, **DRAFTED, "requests": arrivals(**PARTS)})
+def test_replies_of_a_schedule_with_drafts_and_attention_of_any_kind_are_too(
     name: str, requests: list[Arrival], **more: Any
 ) -> None:
     run(name, requests, **more)
