@@ -1,6 +1,6 @@
 """The table of architectures: how each is served.
 
-`python -m architectures.table` in tests/ writes it into plugins/README.md.
+`python -m architectures.table` in tests/ writes it into plugins/architectures.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx_blockpool.config import KVBits
 from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.testing import tiny_model
 
-README = Path(__file__).parents[2] / "plugins/README.md"
+README = Path(__file__).parents[2] / "plugins/architectures.md"
 BEGIN, END = "<!-- architectures -->\n", "<!-- end of architectures -->\n"
 HEAD = "| caches | batch | a prefix is resumed | `--kv-bits` | types |\n|---|---|---|---|---|\n"
 

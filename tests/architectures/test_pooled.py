@@ -25,7 +25,7 @@ from mlx_blockpool.kv.prompt_cache import pooled_caches
 from mlx_blockpool.testing import NotCheckedError, Subject, run_check
 
 # Quantised in batches and alone, and one whose attention touches keys between cache and softmax.
-QUICK_IN_8_BITS = ("lfm2", "gpt_bigcode", "stablelm")
+QUICK_IN_8_BITS = ("lfm2", "gpt_bigcode", "stablelm", "phi3small")
 REWRITE = "run python -m architectures.table in tests/"
 CHUNK = 64
 TOKENS = 8
