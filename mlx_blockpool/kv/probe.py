@@ -8,7 +8,7 @@ step more simply.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from ..config import KVBits
 from ..errors import PluginError, PoolExhaustedError
+from ..hooks import AttentionAdapter
 from ..plugins import attention_adapters
 from ..ranks.group import ALONE, Ranks
 from ..spec import ChunkLayer, ModelCacheSpec
@@ -118,16 +119,17 @@ def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Rank
     proofs = [(True, reads_both if is_quantised else reads_blocks)] if spec.batches else []
     if is_quantised:
         proofs.append((False, reads_alone))
+    ways = (attention_adapters(), None)
     for ragged, agrees in proofs:
         arena.capabilities = replace(found, ragged=ragged)
-        for by_member in (False, True):
-            why = _attach_if(model, arena, agrees, ranks, by_member)
+        for adapters in ways:
+            why = _attach_if(model, arena, agrees, ranks, adapters)
             if why is None:
                 return replace(
                     found, ragged=ragged, is_attached=True, by_member=is_by_member(model)
                 )
             what = "A batch whose blocks are read in place" if ragged else "One sequence"
-            how = ", one member after another" if by_member and ragged else ""
+            how = ", one member after another" if adapters is None and ragged else ""
             found = replace(found, differs=(*found.differs, f"{what}{how}: {why}."))
     return found
 
@@ -174,26 +176,32 @@ def _verifies(model: Any, arena: KVArena, ranks: Ranks) -> Any:
 
 
 def _attach_if(
-    model: Any, arena: KVArena, agrees: Callable[[], str | None], ranks: Ranks, by_member: bool
+    model: Any,
+    arena: KVArena,
+    agrees: Callable[[], str | None],
+    ranks: Ranks,
+    adapters: Sequence[AttentionAdapter] | None,
 ) -> str | None:
-    """Attach a model. Returns what differs then, on any rank, and leaves the model as it was."""
+    """Attach a model with these adapters; None: member by member. Returns what differs then, on any
+    rank, and leaves the model as it was.
+    """
     # Another pool may have attached it, and relies on that.
     before = classes_of(model)
     passed, why = False, "its layers have no attention that can be attached"
     try:
         try:
-            is_bound = bind(model, attention_adapters(), by_member=by_member)
+            is_bound = bind(model, adapters or (), by_member=adapters is None)
         except Exception as error:
             # AttentionAdapter.applies() is code from anywhere.
             is_bound, why = 0, f"an attention adapter raised {type(error).__name__}: {error}"
-        adapters = sources_of(model)
+        sources = sources_of(model)
         # A model without attention has nothing to attach.
         if is_bound or not arena.spec.groups:
             with without_collectives(model):
                 why = agrees() or ""
         passed = on_all(ranks, not why)
-        if why and adapters:
-            why = f"with {' and '.join(adapters)}, {why}"
+        if why and sources:
+            why = f"with {' and '.join(sources)}, {why}"
     finally:
         if not passed:
             restore(before)
