@@ -21,7 +21,7 @@ from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer, leaves_of
 from .capabilities import Capabilities
 from .decode_policy import DecodePolicy
-from .pool import BlockPool
+from .pool import BlockPool, remedy
 from .quantised import arrays_of, own_copy
 from .slab import Slab
 
@@ -213,7 +213,7 @@ def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> in
     if own > share:
         hint = (
             f"The states of one sequence take {own} bytes, and {share} of {pool_bytes} are "
-            "theirs. Raise --pool-bytes."
+            f"theirs. {remedy(spec)}"
         )
         raise PoolExhaustedError(1, 0, 0, spec.model_id, hint)
     return share if own else 0

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,6 +20,7 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 from mlx_lm.models import base
 
+from ..errors import PluginError
 from ..hooks import AttentionAdapter
 from ..mlx_lm_compat import rebind
 from .attention import attend_quantised
@@ -64,7 +66,8 @@ def scaled_dot_product_attention(
 def bind(model: Any, adapters: Sequence[AttentionAdapter] = (), *, by_member: bool = False) -> int:
     """Attach one model instance; returns how many submodules attend through their cache now.
 
-    The last adapter that applies to a module's class is used. by_member: no adapter is used, and
+    The last adapter that applies to a module's class is used; raises PluginError for one that
+    raises. by_member: no adapter is used, and
     all modules that have a cache compute one member after another.
     """
     attached = 0
@@ -81,7 +84,16 @@ def bind(model: Any, adapters: Sequence[AttentionAdapter] = (), *, by_member: bo
 
 
 def _adapter_of(cls: type, adapters: Sequence[AttentionAdapter]) -> AttentionAdapter | None:
-    return next((adapter for adapter in reversed(adapters) if adapter.applies(cls)), None)
+    for adapter in reversed(adapters):
+        try:
+            if adapter.applies(cls):
+                return adapter
+        except Exception as error:
+            # Code from anywhere may raise anything.
+            raise PluginError(
+                f"adapter {adapter.name} of {adapter.source} raised {type(error).__name__}: {error}"
+            ) from error
+    return None
 
 
 def _way(cls: type, by_member: bool) -> Any:
@@ -184,6 +196,19 @@ def detach(model: Any) -> None:
     for _, module in model.named_modules():
         if "_attached_from" in type(module).__dict__:
             module.__class__ = type(module)._attached_from
+
+
+@contextmanager
+def detached(model: Any) -> Iterator[None]:
+    """The model as mlx-lm has it, and then as it was: what attached modules compute from other
+    caches may be an adapter's too.
+    """
+    before = classes_of(model)
+    detach(model)
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def is_by_member(model: Any) -> bool:

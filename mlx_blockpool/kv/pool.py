@@ -30,6 +30,13 @@ from .blocks import EVICTABLE, FREE, BlockCounts, BlockTable, GroupBlocks, by_gr
 UNBOUNDED = 2**23
 
 
+def remedy(spec: ModelCacheSpec) -> str:
+    """What to do where a pool is too small for a spec: it may be a plugin's that is wrong."""
+    if spec.source is None:
+        return "Raise --pool-bytes."
+    return f"Raise --pool-bytes, or correct the spec of {spec.source}."
+
+
 class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
 
@@ -46,7 +53,7 @@ class BlockPool:
         if pool_bytes < sum(sizes):
             hint = (
                 f"One block of each group takes {sum(sizes)} bytes. The pool has {pool_bytes} "
-                "bytes. Raise --pool-bytes."
+                f"bytes. {remedy(spec)}"
             )
             raise PoolExhaustedError(len(sizes), 0, 0, spec.model_id, hint)
         self.spec = spec

@@ -22,7 +22,7 @@ from ..plugins import attention_adapters
 from ..ranks.group import ALONE, Ranks
 from ..spec import ChunkLayer, ModelCacheSpec
 from .arena import KVArena
-from .attach import bind, classes_of, is_by_member, restore, sources_of
+from .attach import bind, classes_of, detached, is_by_member, restore, sources_of
 from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
 from .pending_tokens import PendingTokens, padded_forward, takes_back
@@ -105,7 +105,8 @@ def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Rank
             )
             if why is not None:
                 return why
-        return None
+        # A batch does not try what an adapter computes for one sequence.
+        return _difference_long(model, arena) if sources_of(model) else None
 
     def reads_alone() -> str | None:
         return _difference_alone(model, arena)
@@ -141,15 +142,21 @@ def _need_equal_caches(model: Any, arena: KVArena, found: Capabilities, ranks: R
     spec = arena.spec
     if spec.source is None:
         return
-    tolerance = None if spec.bits is None else _tolerance(True, spec.bits)
     with without_collectives(model):
-        why = difference_alone(model, arena, lambda: _stock_caches(model, spec), tolerance)
+        why = _difference_long(model, arena)
     if not on_all(ranks, why is None):
         raise PluginError(
             f"{spec.model_id}, one sequence on the caches that {spec.source} describes: "
             f"{why or 'the part of another rank differs'}. Correct the plugin; "
             "`mlx_blockpool.testing.conformance` shows more."
         )
+
+
+def _difference_long(model: Any, arena: KVArena) -> str | None:
+    """difference_alone() from caches that hold what the blocks of `arena` hold."""
+    spec = arena.spec
+    tolerance = None if spec.bits is None else _tolerance(True, spec.bits)
+    return difference_alone(model, arena, lambda: _stock_caches(model, spec), tolerance)
 
 
 def _prompts(model: Any, arena: KVArena) -> list[list[list[int]]]:
@@ -191,9 +198,8 @@ def _attach_if(
     try:
         try:
             is_bound = bind(model, adapters or (), by_member=adapters is None)
-        except Exception as error:
-            # AttentionAdapter.applies() is code from anywhere.
-            is_bound, why = 0, f"an attention adapter raised {type(error).__name__}: {error}"
+        except PluginError as error:
+            is_bound, why = 0, str(error)
         sources = sources_of(model)
         # A model without attention has nothing to attach.
         if is_bound or not arena.spec.groups:
@@ -202,6 +208,7 @@ def _attach_if(
         passed = on_all(ranks, not why)
         if why and sources:
             why = f"with {' and '.join(sources)}, {why}"
+            log.warning("A plugin's attention is not used: %s.", why)
     finally:
         if not passed:
             restore(before)
@@ -321,11 +328,16 @@ def _compared(
     """
     try:
         found = compute()
-        alone = [
-            _last_logits(model, _stock_caches(model, spec), [prompt, *NEXT]) for prompt in prompts
-        ]
-    except PoolExhaustedError:
-        raise
+        with detached(model):
+            alone = [
+                _last_logits(model, _stock_caches(model, spec), [prompt, *NEXT])
+                for prompt in prompts
+            ]
+    except PoolExhaustedError as error:
+        if max(map(len, prompts)) <= len(PROMPTS[0]):
+            raise
+        # Short sequences fit, and are served more simply.
+        return f"the pool is too small to prove it: {error}"
     except Exception as error:
         # A model that was not made for such a cache, or an adapter of a plugin, may raise anything.
         # Other errors come back on the path that is taken instead.

@@ -1,5 +1,5 @@
 """Proves what an installed plugin says of a model's caches: a prompt past the end of its windows
-and chunks and past a block, and one that is resumed, give the logits of the model's own caches.
+and chunks and past two blocks, and one that is resumed, give the logits of the model's own caches.
 
 The bundled provider reads specs off the model, so that its specs need no such proof. Owned by the
 generation thread.
@@ -16,6 +16,7 @@ import mlx.core as mx
 from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
 from .arena import KVArena
+from .attach import detached
 from .layer_caches import PooledRotatingKVCache
 from .prompt_cache import leaves_of, make_prompt_cache, resumed, sequence_of, state_caches
 from .quantised import own_copies
@@ -83,14 +84,15 @@ def _passed(spec: ModelCacheSpec, own: list[Any], pooled: list[Any]) -> list[int
 
 
 def long_prompts(model: Any, arena: KVArena, own: list[Any]) -> list[list[int]]:
-    """Two prompts for a batch: one passes a block and twice every window and chunk, the other the
-    shortest one.
+    """Two prompts for a batch: one passes two blocks and twice every window and chunk, the other
+    the shortest one.
 
     own: empty caches that the model makes itself.
     """
     sizes = _passed(arena.spec, own, make_prompt_cache(model, arena))
-    vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]
-    longest = max([BLOCK_TOKENS + 20, *(2 * size + 20 for size in sizes)])
+    with detached(model):
+        vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+    longest = max([2 * BLOCK_TOKENS + 20, *(2 * size + 20 for size in sizes)])
     return [_tokens(1, longest, vocabulary), _tokens(2, min(sizes, default=30) + 9, vocabulary)]
 
 
@@ -124,10 +126,12 @@ def _difference_alone(
     vocabulary = model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model, arena)).shape[-1]
     caches = make_prompt_cache(model, arena)
     sizes = _passed(spec, own, caches)
-    tokens = _tokens(3, max([BLOCK_TOKENS, *sizes]) + 30, vocabulary)
+    tokens = _tokens(3, max([2 * BLOCK_TOKENS, *sizes]) + 30, vocabulary)
     places = [7, *(size + d for size in sizes for d in (-1, 3))]
     parts = [*cut(tokens, places), *([token] for token in _tokens(4, 4, vocabulary))]
-    needed, found = run(model, own, parts), run(model, caches, parts)
+    with detached(model):
+        needed = run(model, own, parts)
+    found = run(model, caches, parts)
     if tolerance is None:
         is_exact = model(mx.zeros((1, 1), mx.int32)).dtype == mx.float32
         tolerance = TOLERANCE if is_exact else COARSE
@@ -140,9 +144,11 @@ def _difference_alone(
     whole = [token for part in parts for token in part]
     hit = len(whole) if spec.needs_checkpoints else len(whole) - CUT
     tail = [_tokens(5, 5, vocabulary), *([token] for token in _tokens(6, 2, vocabulary))]
-    if hit < len(whole):
-        own = make_stock()
-        run(model, own, cut(whole[:hit], places))
+    with detached(model):
+        if hit < len(whole):
+            own = make_stock()
+            run(model, own, cut(whole[:hit], places))
+        needed = run(model, own, tail)
     sequence = sequence_of(caches)
     assert sequence is not None, "caches of a pool without a sequence"
     leaves = leaves_of(caches)
@@ -153,7 +159,7 @@ def _difference_alone(
     }
     states = {i: own_copies(leaf.cache) for i, leaf in state_caches(leaves).items()}
     continued = resumed(sequence.fork(), hit, rings, states)
-    needed, found = run(model, own, tail), run(model, continued, tail)
+    found = run(model, continued, tail)
     why = _first_beyond(needed, found, tail, tolerance, hit)
     return None if why is None else f"resumed at {hit} tokens, {why}"
 

@@ -20,7 +20,7 @@ from mlx_blockpool.config import KVBits
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.engine.stock import StockCaches
-from mlx_blockpool.errors import PluginError
+from mlx_blockpool.errors import PluginError, PoolExhaustedError
 from mlx_blockpool.kv import probe as probing
 from mlx_blockpool.kv.build import open_pool
 from mlx_blockpool.spec import FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
@@ -120,6 +120,26 @@ def test_a_right_spec_of_a_plugin_is_served_as_the_bundled_one_is(
     assert engine.caches.ragged == bundled.caches.ragged
     assert engine.caches.verifies == bundled.caches.verifies
     assert engine.caches.differs == bundled.caches.differs
+
+
+@pytest.mark.parametrize("change", [wrong.explode, lambda _: "a spec"])
+def test_a_plugin_that_has_no_spec_leaves_the_model_on_its_own_caches(
+    change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = BlockPoolBatchEngine.open(described_by(change, "llama", monkeypatch), ROOMY)
+    (sentence,) = engine.caches.differs
+    assert "provider (testing.saboteurs.Provider, " in sentence
+    assert len(replies(engine, [[7, 8, 9]])[0]) == 8
+
+
+def test_a_spec_that_needs_more_than_the_pool_has_an_error_that_names_its_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change = wrong.layers_with(lambda layer: replace(layer, kv_heads=50_000))
+    model = described_by(change, "llama", monkeypatch)
+    why = r"Raise --pool-bytes, or correct the spec of provider \(testing.saboteurs.Provider, "
+    with pytest.raises(PoolExhaustedError, match=why):
+        BlockPoolBatchEngine.open(model, ROOMY)
 
 
 def test_a_script_is_told_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
