@@ -21,6 +21,7 @@ from mlx_blockpool.spec import (
     ModelCacheSpec,
     StateLayer,
     WindowLayer,
+    leaves_of,
 )
 
 from . import shapes
@@ -55,7 +56,13 @@ def trace(model: Any, model_id: str) -> ModelCacheSpec:
     """
     caches = _caches_after_one_token(model)
     layers = tuple(_layer(cache, model_id) for cache in caches)
-    return ModelCacheSpec(model_id, layers, _dtype(caches) or "float16")
+    dtype = _dtype(caches) or "float16"
+    if any(isinstance(leaf, StateLayer) for layer in layers for leaf in leaves_of(layer)):
+        # States that grow with the first tokens cannot be rows of one batch (longcat_flash_ngram).
+        model(mx.zeros((1, 1), mx.int32), cache=caches)
+        later = tuple(_layer(cache, model_id) for cache in caches)
+        return ModelCacheSpec(model_id, later, dtype, batches=layers == later)
+    return ModelCacheSpec(model_id, layers, dtype)
 
 
 def dtype_of_caches(model: Any) -> str | None:

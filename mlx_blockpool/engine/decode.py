@@ -343,9 +343,10 @@ class DecodeSteps:
             return batch.run()
         found = {member: list(draft.tokens) for member, draft in drafts.items()}
         verify = batch.verify if self._caches.verifies == "rows" else batch.verify_padded
-        # Next to other members a forced run may stay without a pass, so that its tokens are drafted
-        # like any others.
-        decoded = verify(found, self._least_forced(batch) if len(batch) == 1 else NEVER)
+        # Next to other members, and in batches that are not ragged, a forced run may stay without a
+        # pass, so that its tokens are drafted like any others.
+        appends = len(batch) == 1 and self._caches.ragged
+        decoded = verify(found, self._least_forced(batch) if appends else NEVER)
         self.counts["verifications"] += 1
         for member, draft in drafts.items():
             if member.drafter is not None:

@@ -286,7 +286,12 @@ class Scratch:
         keeps one. Padding counts as rows.
         """
         members = -(-rows // ROWS_OF_MEMBER)
+        if not self._by_rows:
+            # Padded members cost some models more than rows of one member: as many as there are.
+            members = max(members, min(self.members, rows // 2, self.most_rows // ROWS_OF_MEMBER))
         counts = [rows // members + (i < rows % members) for i in range(members)]
+        if not self._by_rows and members > 1 and counts[-1] > 1:
+            counts[0], counts[-1] = counts[0] + 1, counts[-1] - 1
         tokens = self._tokens(rows, 1)
         mx.eval(tokens)
         with self._batch(members) as batch, Stopwatch() as watch:

@@ -254,6 +254,9 @@ class StateBatch(StandIn, ArraysCache):  # type: ignore[misc]
         self.cache: list[Any] = [
             _rows([m.cache[entry] for m in members]) for entry in range(len(members[0].cache))
         ]
+        for member in members:
+            # Until member() or extract() returns its row, so that states are held once.
+            member.cache = [None] * len(member.cache)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateBatch:
         copy = StateBatch.__new__(StateBatch)

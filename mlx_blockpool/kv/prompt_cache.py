@@ -234,7 +234,7 @@ def resumed(
         if isinstance(cache, PooledRotatingKVCache) and cache.place.group in rings:
             cache.set_ring_index(rings[cache.place.group])
     for leaf, state in state_caches(caches).items():
-        if leaf in states:
+        if states:
             state.cache = list(states[leaf])
     return caches
 
