@@ -18,7 +18,7 @@ from typing import Any, cast
 import pluggy
 
 from . import hooks, mlx_lm_compat
-from .errors import BlockpoolError, PluginError, SpecError, UnknownModelTypeError
+from .errors import PluginError, SpecError, UnknownModelTypeError
 from .hooks import AttentionAdapter
 from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer
 
@@ -247,13 +247,13 @@ def _first(
         if _is_bundled(_provider_of(hook, given)):
             # Users cannot fix a bundled provider, so it is not named.
             raise
-        raise SpecError(
+        raise type(error)(
             f"{str(error).rstrip('.')}. Raised by {_source(manager, hook, given)}."
         ) from error
-    except BlockpoolError:
+    except PluginError:
         raise
-    except Exception as error:
-        # Code from anywhere may raise anything.
+    except (Exception, SystemExit) as error:
+        # Code from anywhere may raise anything, and modules may exit.
         text = f"raised {type(error).__name__}: {error}. Fix or uninstall it."
         raise PluginError(f"{subject}: {_source(manager, hook, given)} {text}") from error
 
@@ -267,7 +267,7 @@ def _provider_of(hook: pluggy.HookCaller, given: dict[str, Any]) -> Any:
             names = [name for name in (*impl.argnames, *impl.kwargnames) if name in given]
             try:
                 found: Any = impl.function(**{name: given[name] for name in names})
-            except Exception:
+            except (Exception, SystemExit):
                 return impl.plugin
             if found is not None:
                 return impl.plugin

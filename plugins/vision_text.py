@@ -169,13 +169,21 @@ def _architecture(config: dict[str, Any]) -> str | None:
 
     Raises UnknownModelTypeError for a type without a text model.
     """
-    kind = importlib.import_module(f"{PACKAGE}.utils").get_model_type(config)
+    try:
+        kind = importlib.import_module(f"{PACKAGE}.utils").get_model_type(config)
+    except Exception as error:
+        # It reads fields of a config.json from anywhere.
+        raise _unserved(str(config.get("model_type")), f"its config fails ({error})") from error
+    if not str(kind).isidentifier():
+        return None
     name = f"{PACKAGE}.models.{kind}"
     try:
         found = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name:
             return None
+        raise _unserved(name, f"its module does not load ({error})") from error
+    except Exception as error:
         raise _unserved(name, f"its module does not load ({error})") from error
     if not hasattr(found, "Model") or not hasattr(found, "ModelConfig"):
         raise _unserved(name, "it has no language model")

@@ -39,7 +39,7 @@ POOL = 60_000_000
 LENGTHS = (5, 300, 12, 40)
 INDEXED = ["deepseek_v32", "glm_moe_dsa"]
 FULL = ["deepseek_v3", "kimi_k25", "kimi_vl", "glm4_moe_lite", "longcat_flash", "mistral4"]
-HYBRID = ["longcat_flash_ngram", "kimi_linear", "kimi_k3", "bailing_hybrid", "bailing_moe_v3"]
+HYBRID = ["kimi_linear", "kimi_k3", "bailing_hybrid", "bailing_moe_v3"]
 SOME = ["deepseek_v3", "mistral4", "deepseek_v32", "bailing_moe_v3"]
 BITS = KVBits(8, 8)
 

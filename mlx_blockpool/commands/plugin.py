@@ -6,6 +6,8 @@ The files of plugin_template/ are such a package, named my-arch; they are copied
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import keyword
 import re
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -44,6 +46,11 @@ def write_package(name: str, folder: Path) -> str:
             f"A package cannot be named {name!r}: use lower-case letters, digits and hyphens, with "
             "a letter first."
         )
+    package = name.replace("-", "_")
+    if package == "tests" or keyword.iskeyword(package) or importlib.util.find_spec(package):
+        raise PluginError(
+            f"A module {package} exists here, or is a word of Python: choose another name."
+        )
     target = folder / name
     try:
         target.mkdir()
@@ -52,7 +59,6 @@ def write_package(name: str, folder: Path) -> str:
         raise PluginError(f"{target} exists: choose another name, or remove it.") from error
     except OSError as error:
         raise PluginError(f"{target} cannot be written: {error.strerror or error}.") from error
-    package = name.replace("-", "_")
     return (
         f"{target} has a plugin that works: its model is {package}/model.py, and its caches are "
         f"described in {package}/__init__.py.\n"

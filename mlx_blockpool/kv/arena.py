@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -184,14 +184,15 @@ class KVArena:
         return [array for slab in self._slabs.values() for array in slab.arrays()]
 
 
-def _unread(spec: ModelCacheSpec, places: Collection[int]) -> set[int]:
-    """The leaves in blocks next to another one of their layer, as an indexer's keys are: a step
-    that attends to all tokens does not read them.
+def _unread(spec: ModelCacheSpec, places: Mapping[int, Place]) -> set[int]:
+    """The leaves in blocks next to another one of their layer, as an indexer's keys are, and those
+    with further arrays: a step that attends to all tokens does not read them.
     """
     found, first = set[int](), 0
     for layer in spec.layers:
         after = first + len(list(leaves_of(layer)))
-        found.update([leaf for leaf in range(first, after) if leaf in places][1:])
+        own = [leaf for leaf in range(first, after) if leaf in places]
+        found.update(own[1:], (leaf for leaf in own if places[leaf].layer.more))
         first = after
     return found
 

@@ -86,22 +86,33 @@ class _Pass:
         return _map_caches(value, lambda batch: _Reader(batch, self, member))
 
     def _own_rows(self, array: mx.array, member: int) -> mx.array:
-        """The rows of a member of an array [num_rows, length, ..] or [num_rows]; others as they
-        are.
+        """The rows of a member of an array [num_rows, length, ..], [num_rows, .., length, dim] or
+        of positions [num_rows]; others as they are.
+
+        Raises NotImplementedError for another array with as many rows by chance: nothing says
+        whether they are the members'.
         """
         if not array.ndim or array.shape[0] != self.num_rows:
             return array
-        count = self.counts[member]
+        count, start = self.counts[member], member
         if self.is_tentative:
             start = sum(self.counts[:member])
-            if array.ndim == 1:
-                # The position of the first of them.
-                return array[start : start + 1]
-            return array[start : start + count].swapaxes(0, 1)
+        if array.ndim == 1:
+            # The position of the first of them; scales and slopes are no integers.
+            is_positions = mx.issubdtype(array.dtype, mx.integer)
+            return array[start : start + 1] if is_positions else array
+        axes = (2, 1) if array.ndim > 3 else (1, 2)
+        axis = next((a for a in axes[: array.ndim - 1] if array.shape[a] == self.length), None)
+        if axis is None:
+            raise NotImplementedError(
+                f"An array {array.shape} has no rows of {self.length} tokens."
+            )
+        if self.is_tentative:
+            return array[start : start + count].swapaxes(0, axis)
         own = array[member : member + 1]
-        if count < self.length and self.length in array.shape[1:3]:
-            return own[:, :count] if array.shape[1] == self.length else own[:, :, :count]
-        return own
+        if count == self.length:
+            return own
+        return own[:, :count] if axis == 1 else own[:, :, :count]
 
     def joined(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all members that had tokens as one of the batch."""

@@ -59,9 +59,9 @@ def files(model: str) -> list[Finding]:
 def against_stock(model: str) -> list[Finding]:
     """Compare greedy tokens of two concurrent requests with mlx-lm's own caches one by one."""
     import mlx.core as mx
-    from mlx_lm import load
 
     from ...engine.engine import BlockPoolBatchEngine
+    from ...model_files.loading import load
 
     loaded: Any = load(str(modelfile.find(model).path.parent))
     network, tokenizer = loaded[0], loaded[1]
