@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from forks import fork_prompt_workers, share_forks
@@ -140,3 +140,20 @@ def fork_prompt_workers_of_servers() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of the prompt store."""
     return Clock(monkeypatch)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Workers cannot send lone surrogates, which tests of escapes have in their failures."""
+    report = yield
+    report.sections = [(name, _sendable(text)) for name, text in report.sections]
+    if report.longrepr is not None and (text := str(report.longrepr)) != _sendable(text):
+        report.longrepr = _sendable(text)
+    report.user_properties = [(name, _sendable(str(v))) for name, v in report.user_properties]
+    return report
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

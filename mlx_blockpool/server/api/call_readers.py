@@ -625,7 +625,7 @@ class TagReader(Reader):
             return ""
         if opens and text.startswith(opens):
             text = text[len(opens) :].rstrip(closes + string.whitespace)
-        return "" if tags.nulls and "null".startswith(text.lower()) else text
+        return "" if tags.nulls and "null".startswith(text[:5].lower()) else text
 
     def _settle(self, finish: str) -> None:
         """Write the rest of the arguments whose ends were read, as mlx-lm's parser reads them."""

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 # The errors of mlx-lm's parsers for text that is not a call.
 BAD_CALL = (
+    MemoryError,
     ValueError,
     KeyError,
     TypeError,
