@@ -29,6 +29,11 @@ from mlx_blockpool.kv.prompt_cache import leaves_of
 from mlx_blockpool.spec import blocks_for
 
 NAMES = ["llama", "qwen2", "gemma3_text", "gpt_oss", "lfm2", "qwen3_5"]
+LATENTS = {
+    *("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "kimi_vl"),
+    *("kimi_linear", "kimi_k3", "bailing_hybrid", "bailing_moe_v3", "longcat_flash", "mistral4"),
+    "longcat_flash_ngram",
+}
 SOURCES = ["right", "wrong", "mixed", "own"]
 LENGTHS = [0, 1, 2, 3, 5, 8, 16]
 PARTS: dict[str, Any] = {
@@ -186,7 +191,7 @@ class Drafted(Plain):
         self._verifications = 0
         self._slabs: tuple[int, list[int]] = (-1, [])
         # Of models with latents mlx sometimes copies a slab under a step in flight.
-        self._checks_slabs = name in NAMES
+        self._checks_slabs = name not in LATENTS
 
     def come_and_go(self) -> None:
         before = set(self.by_uid)

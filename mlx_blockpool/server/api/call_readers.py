@@ -96,7 +96,7 @@ class Notation:
     """
 
     quotes: tuple[str, ...]
-    escape: Callable[[Reader], Steps[str]] | None
+    escape: Callable[[CallReader], Steps[str]] | None
     forbidden: str
     word: re.Pattern[str]
     scalar: Callable[[str], Any]
@@ -104,7 +104,7 @@ class Notation:
     more_commas: bool = False
 
 
-class Reader:
+class CallReader:
     """Reads one block of calls. `parse` and `types`: see above."""
 
     notation: Notation
@@ -313,7 +313,7 @@ class Reader:
                 self._at += 1
 
 
-def json_escape(reader: Reader) -> Steps[str]:
+def json_escape(reader: CallReader) -> Steps[str]:
     """The character of an escape of JSON; both halves of a surrogate pair make one."""
     text = yield from reader._peek(2)
     if text == "\\u":
@@ -328,7 +328,7 @@ def json_escape(reader: Reader) -> Steps[str]:
         raise UncertainError from error
 
 
-def python_escape(reader: Reader) -> Steps[str]:
+def python_escape(reader: CallReader) -> Steps[str]:
     """The characters of an escape in a string of Python."""
     text = yield from reader._peek(2)
     kind = text[1]
@@ -372,7 +372,7 @@ PYTHON = Notation(
 GEMMA = Notation(('<|"|>',), None, "", JSON_WORD, json.loads, bare_keys=True)
 
 
-class JsonReader(Reader):
+class JsonReader(CallReader):
     """json_tools: an object with a name and arguments."""
 
     notation = JSON
@@ -410,7 +410,7 @@ class JsonReader(Reader):
         return "".join(found)
 
 
-class KimiReader(Reader):
+class KimiReader(CallReader):
     """kimi_k2: names with a number, before JSON."""
 
     notation = JSON
@@ -433,7 +433,7 @@ class KimiReader(Reader):
             self._end(self._call)
 
 
-class MistralReader(Reader):
+class MistralReader(CallReader):
     """mistral: names before JSON. Calls in a list are certain at its end, where their ids are."""
 
     notation = JSON
@@ -454,7 +454,7 @@ class MistralReader(Reader):
             self._end(self._call)
 
 
-class PythonReader(Reader):
+class PythonReader(CallReader):
     """pythonic: a list of calls with keywords."""
 
     notation = PYTHON
@@ -474,7 +474,7 @@ class PythonReader(Reader):
             yield from self._expect(",")
 
 
-class GemmaReader(Reader):
+class GemmaReader(CallReader):
     """gemma4: an object with bare keys after the name."""
 
     notation = GEMMA
@@ -488,7 +488,7 @@ class GemmaReader(Reader):
         yield from self._items("}", ":")
 
 
-class FunctionGemmaReader(Reader):
+class FunctionGemmaReader(CallReader):
     """function_gemma: texts between two escapes, other values up to a comma. The first closing
     brace ends the call wherever it stands.
     """
@@ -524,7 +524,7 @@ class FunctionGemmaReader(Reader):
                 yield from self._expect(",")
 
 
-class TagReader(Reader):
+class TagReader(CallReader):
     """Calls in tags. Texts are certain as they are written, lists and objects as JSON, and other
     values at their ends.
     """
@@ -637,7 +637,7 @@ class TagReader(Reader):
         self._put(whole[len(sent) :])
 
 
-class JsonProbe(Reader):
+class JsonProbe(CallReader):
     """Reads text as JSON. `is_over` once it is not JSON, whatever follows."""
 
     notation = LOOSE_JSON
@@ -654,7 +654,7 @@ def held(text: str, word: str) -> int:
 
 
 # Makes the reader of a block; by mlx-lm's parsers. The calls of others are certain at their ends.
-READERS: Mapping[str, Callable[[Parse, Types], Reader]] = {
+READERS: Mapping[str, Callable[[Parse, Types], CallReader]] = {
     "function_gemma": FunctionGemmaReader,
     "gemma4": GemmaReader,
     "json_tools": JsonReader,
