@@ -96,6 +96,11 @@ class CallStream:
         self._end: End | None = None
         self._sent = ""
 
+    @property
+    def has_end(self) -> bool:
+        """Whether the call in progress has been written to its end."""
+        return self._end is not None
+
     def feed(self, text: str) -> Iterator[CallPiece]:
         """The pieces that are certain with more text of the block."""
         self.text += text

@@ -283,7 +283,8 @@ class ReplyParser:
             pieces += self._pieces_in_state(state, tail)
             tail = ""
         if self._stream is not None:
-            pieces += self._calls(is_closed=False, tail=tail)
+            ends_turn = finish_reason != "length" and self.stop_word is None
+            pieces += self._calls(is_closed=False, tail=tail, ends_turn=ends_turn)
         self.reason = self._decide(finish_reason)
         return pieces
 
@@ -364,11 +365,12 @@ class ReplyParser:
             return []
         return self._counted(stream.feed(part))
 
-    def _calls(self, is_closed: bool, tail: str = "") -> list[Piece]:
+    def _calls(self, is_closed: bool, tail: str = "", ends_turn: bool = True) -> list[Piece]:
         """The remaining pieces of a block of calls; text where it has none.
 
         `is_closed`: whether the second marker was written. `tail`: the beginning of one that was
-        not. A completion of text shows no calls and counts them.
+        not. `ends_turn`: whether the model ended the reply, which no limit or stop word has cut. A
+        completion of text shows no calls and counts them.
         """
         stream, self._stream = self._stream, None
         if not isinstance(self._request, ChatRequest):
@@ -378,8 +380,12 @@ class ReplyParser:
         last = end if is_closed else tail
         if stream is None or self._is_text:
             return [Text(last)] if last and self._is_text else []
-        # Some parsers read calls that were cut, whose arguments have not kept their form.
-        is_cut = bool(end) and not is_closed and self._request.compiled is not None
+        # Some parsers read calls that were cut, whose arguments are not all there.
+        is_cut = (
+            bool(end)
+            and not is_closed
+            and (self._request.compiled is not None or not (ends_turn or stream.has_end))
+        )
         calls, text = stream.end(is_cut)
         pieces = self._counted(calls)
         if text is not None and self.reason is None:
