@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import TextStateMachine
-from mlx_lm.tool_parsers import json_tools, pythonic
+from mlx_lm.tool_parsers import glm47, json_tools, pythonic
 
 from mlx_blockpool.server.api.anthropic import MessageRenderer, input_usage
 from mlx_blockpool.server.api.call_stream import Call, CallCut, CallPart
@@ -96,6 +96,16 @@ def read(parser: ReplyParser, texts: list[str], reason: str = "stop") -> list[An
         same = list(group)
         joined += same if kind is Call else [kind("".join(p.text for p in same))]
     return joined
+
+
+@pytest.mark.parametrize(("reason", "words"), [("length", None), ("stop", ["STOP"])])
+def test_a_call_that_was_cut_is_no_shorter_call(reason: str, words: list[str] | None) -> None:
+    """Parsers of tags leave out an argument whose end is missing."""
+    call = f"{START}run<arg_key>path</arg_key><arg_value>/a</arg_value><arg_key>dry</arg_key>"
+    written = f"{call}<arg_value>tr{'' if words is None else 'STOP'}"
+    parser = reading(words, parser=glm47.parse_tool_call)
+    assert read(parser, list(written), reason) == [Text(f"{call}<arg_value>tr")]
+    assert parser.num_calls == 0
 
 
 # -- stop words ------------------------------------------------------------------------------------

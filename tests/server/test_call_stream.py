@@ -21,6 +21,7 @@ from thorough import many
 from mlx_blockpool.forms.calls import FAMILIES, writes_tags
 from mlx_blockpool.server.api.call_readers import READERS
 from mlx_blockpool.server.api.call_stream import Call, CallCut, CallPart, CallStream
+from mlx_blockpool.server.api.conversation import arguments_of
 
 TYPES: dict[str, Any] = {
     "path": {"type": "string"},
@@ -349,3 +350,19 @@ def test_no_text_of_malformed_calls_is_lost(
     else:
         assert text.endswith(rest)
         assert ended or rest == text_of_none == text
+
+
+@pytest.mark.parametrize("text", ['{"a": 1', '{"a": "x', "{", '{"a": tr', '{"a": 1, "b": '])
+def test_arguments_of_a_call_that_was_cut_are_none(text: str) -> None:
+    assert arguments_of(text) == {}
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}}', "{'a': 1}", '{"a":' + "[" * 3000, "[1", "x"])
+def test_other_arguments_that_are_not_json_are_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        arguments_of(text)
+
+
+def test_arguments_of_a_client_are_read() -> None:
+    assert arguments_of("") == {}
+    assert arguments_of(' {"a": [1]} ') == {"a": [1]}

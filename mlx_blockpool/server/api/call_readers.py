@@ -240,7 +240,7 @@ class CallReader:
         else:
             word = yield from self._word(self.notation.word)
             try:
-                self._put(json.dumps(self.notation.scalar(word)))
+                self._put(json.dumps(self.notation.scalar(word), allow_nan=False))
             except NO_LITERAL as error:
                 raise UncertainError from error
 

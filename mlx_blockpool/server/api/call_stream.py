@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...forms.calls import Tool, argument_types, arguments, as_strings
+from ...forms.calls import Tool, argument_types, arguments, as_strings, writes_tags
 from ..bodies import Json
 from .call_readers import READERS, Begin, End, More
 
@@ -97,9 +97,11 @@ class CallStream:
         self._sent = ""
 
     @property
-    def has_end(self) -> bool:
-        """Whether the call in progress has been written to its end."""
-        return self._end is not None
+    def reads_cut_calls(self) -> bool:
+        """Whether the parser may take the beginning of the call in progress for a whole call: one
+        of tags leaves out what is missing.
+        """
+        return self._end is None and writes_tags(self._parser)
 
     def feed(self, text: str) -> Iterator[CallPiece]:
         """The pieces that are certain with more text of the block."""
@@ -163,8 +165,8 @@ class CallStream:
                 for call in calls
             ]
             for call in calls:
-                # Literals of Python may be sets or bytes, which are not JSON.
-                json.dumps(call.arguments)
+                # Literals of Python may be sets or bytes, and numbers infinite: they are not JSON.
+                json.dumps(call.arguments, allow_nan=False)
             return calls
         except BAD_CALL as error:
             if is_last:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ...hooks import Message
 
 Part = dict[str, Any]
@@ -38,18 +40,35 @@ def template_arguments(
     return {name: value for name, value in arguments.items() if value is not None}
 
 
+_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+
+
 def arguments_of(written: str) -> Any:
     """The arguments of a call that a client sends back.
 
     A stream leaves those of a malformed call incomplete, and its text follows as content: the call
-    has none then. Raises ValueError for other text that is not JSON.
+    has none then. Raises ValueError for other text that is not JSON, also in its beginning.
     """
     try:
-        return json.loads(written or "{}")
-    except (ValueError, RecursionError) as error:
-        if written.startswith("{"):
+        found, end = json.JSONDecoder().raw_decode(written.strip() or "{}")
+        if end < len(written.strip()):
+            raise ValueError(f"unexpected text after it: {written.strip()[end:][:40]!r}")
+        return found
+    except json.JSONDecodeError as error:
+        if written.startswith("{") and _is_beginning(written):
             return {}
         raise ValueError(f"Input should be JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"Input should be JSON: {error}") from error
+
+
+def _is_beginning(written: str) -> bool:
+    """Return whether a text is JSON that ends too early."""
+    try:
+        _OBJECT.validate_json(written, experimental_allow_partial="trailing-strings")
+    except ValueError:
+        return False
+    return True
 
 
 class ChatMessages:

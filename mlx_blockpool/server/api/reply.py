@@ -384,7 +384,7 @@ class ReplyParser:
         is_cut = (
             bool(end)
             and not is_closed
-            and (self._request.compiled is not None or not (ends_turn or stream.has_end))
+            and (self._request.compiled is not None or (not ends_turn and stream.reads_cut_calls))
         )
         calls, text = stream.end(is_cut)
         pieces = self._counted(calls)
