@@ -185,7 +185,7 @@ class StoredPrefixes(DiskTier):
         """write_behind() for the records of checkpoints that are due at `now`."""
         while limit > 0 and self.checkpoints.queue.first_due(now) is not None and self.ledger.takes:
             write = self.checkpoints.next_write(now)
-            reached = write is not None and self._ensure_on_disk(write.segment.node)
+            reached = write is not None and self._ensure_on_disk(write)
             if write is None or reached is None:
                 return
             written = self._put(write.record, write.segment.node, write) if reached else 0
@@ -310,22 +310,24 @@ class StoredPrefixes(DiskTier):
             and node in parent.children
         )
 
-    def _ensure_on_disk(self, node: Node) -> bool | None:
-        """Write the partial block of a node if need be.
+    def _ensure_on_disk(self, write: CheckpointWrite) -> bool | None:
+        """Write the partial block that a checkpoint's record is of, if need be.
 
         Returns whether disk has it, or None if the store is busy.
         """
-        if self._is_writable(node) and self._write(node) is None:
+        node = write.segment.node
+        if self._is_writable(node) and self._write(node, write) is None:
             return None
         return node.residency.on_disk
 
-    def _write(self, node: Node) -> int | None:
+    def _write(self, node: Node, checkpoint: CheckpointWrite | None = None) -> int | None:
         """Write one node.
 
         Returns the bytes passed on; 0 if they are over the budget, None if the store is busy.
         """
         parts, extra = self.restores.parts(node.end - node.start), {"kind": node.residency.kind}
-        written = self._put(record_of(self.store, BLOCK, node, node.end, parts, extra), node)
+        record = record_of(self.store, BLOCK, node, node.end, parts, extra)
+        written = self._put(record, node, checkpoint)
         if written:
             self.index.written(node)
         return written
@@ -335,17 +337,22 @@ class StoredPrefixes(DiskTier):
     ) -> int | None:
         """_write() for any record of a node.
 
-        Records of the blocks before it are not dropped for it, nor before it.
+        Records of the blocks before it are not dropped for it, nor before it; for a checkpoint
+        none of those that it stands on, so that its records cannot displace each other forever.
         """
-        if not self._path.extend_to(node):
+        spared = {Key(BLOCK, n.hash): None for n in self.restores.arriving}
+        end = node
+        if checkpoint is not None:
+            end, position = checkpoint.checkpoint.node, checkpoint.checkpoint.position
+            spared.update(dict.fromkeys(self.checkpoints.keys(end, position)))
+        if not self._path.extend_to(end):
             self._touch_path()
-            self._path.begin(node)
+            self._path.begin(end)
             # Its beginning is not among the first that room_for() looks at, for each of the blocks
             # that follow.
             self.store.touch(self._path.keys)
-        arriving = {Key(BLOCK, n.hash): None for n in self.restores.arriving}
         accepted = self.store.accept(
-            record, ChainMap(self._path.keys, arriving), anew=record.kind != BLOCK
+            record, ChainMap(self._path.keys, spared), anew=record.kind != BLOCK
         )
         self.nodes.forget(self.ledger.lost(accepted.dropped))
         if accepted.refusal is not None:
@@ -353,7 +360,9 @@ class StoredPrefixes(DiskTier):
         if accepted.is_new:
             self.store.write(
                 record,
-                self._copy(node) if checkpoint is None else self.checkpoints.copy(checkpoint),
+                self._copy(node)
+                if checkpoint is None or record.kind == BLOCK
+                else self.checkpoints.copy(checkpoint),
             )
         self._path.is_touched = False
         return self.ledger.size(record)

@@ -175,6 +175,16 @@ def test_any_history_with_kills_in_between_gives_the_right_keys(
     life.prefix.check()
 
 
+def test_records_of_one_checkpoint_do_not_displace_each_other(tmp_path: Path) -> None:
+    """Whatever the budget, writing ends: the checkpoint is on disk whole, or it is given up."""
+    for budget in range(20_000, 64_000, 1_500):
+        life = Life(SPECS["more arrays"], tmp_path / str(budget), store_bytes=budget)
+        for n in range(3):
+            life.answer(text(n, 821))
+        life.write(tails=True)
+        assert life.store.counts["written"] <= 30
+
+
 def test_a_piece_that_could_not_be_written_is_tried_again(tmp_path: Path) -> None:
     disk = BrokenDisk()
     life = Life(SPECS["mixed"], tmp_path, disk, retry_seconds=0.0)
