@@ -16,7 +16,7 @@ from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.capabilities import RAGGED
-from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.reader import RecordData
 from mlx_blockpool.tier.cache import TieredPrefixCache
@@ -65,7 +65,16 @@ def write_all(machine: Machine) -> None:
 
 def killed(machine: Machine, folder: Path) -> Path:
     """What a kill leaves on disk now, in a folder of its own."""
-    return shutil.copytree(machine.store.root, folder)
+    return shutil.copytree(machine.store.root, folder, copy_function=_copy)
+
+
+def _copy(source: str, target: str) -> None:
+    try:
+        shutil.copy2(source, target)
+    except FileNotFoundError:
+        # The writer has renamed or removed it meanwhile.
+        if not Path(source).name.startswith(TEMPORARY):
+            raise
 
 
 def read_at_once(store: PromptStore) -> None:

@@ -147,6 +147,18 @@ def test_every_moment_of_a_run_can_be_the_last(tmp_path: Path) -> None:
     assert found == sorted(found)
 
 
+def test_a_temporary_file_may_vanish_while_a_folder_is_copied(tmp_path: Path) -> None:
+    machine = start(tmp_path / "first")
+    root = machine.store.root
+    # Like a file that is listed and then not there.
+    (root / ".writing-1-2").symlink_to(root / "vanished")
+    killed(machine, tmp_path / "second")
+    (root / "record").symlink_to(root / "vanished")
+    with pytest.raises(shutil.Error, match="record"):
+        killed(machine, tmp_path / "third")
+    machine.store.close()
+
+
 def test_a_second_run_writes_nothing_twice(tmp_path: Path) -> None:
     said = talk(first := start(tmp_path), 3, 2)
     assert first.prefix.close()
