@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import keyword
 import re
+import tempfile
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -53,8 +54,14 @@ def write_package(name: str, folder: Path) -> str:
         )
     target = folder / name
     try:
-        target.mkdir()
-        _copy(resources.files(__package__) / TEMPLATE, target, name)
+        if target.exists():
+            raise FileExistsError
+        # Whole or absent: a disk may be full.
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as temporary:
+            written = Path(temporary) / name
+            written.mkdir()
+            _copy(resources.files(__package__) / TEMPLATE, written, name)
+            written.rename(target)
     except FileExistsError as error:
         raise PluginError(f"{target} exists: choose another name, or remove it.") from error
     except OSError as error:

@@ -4,6 +4,7 @@ environment.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documents import section
@@ -160,6 +162,27 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="cannot be written"):
         write_package("mine", tmp_path / "missing")
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_nothing_is_left_where_a_disk_is_full(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, rename, done = Path.write_text, Path.rename, iter(range(at))
+
+    def until_full(change: Any) -> Any:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            if next(done, None) is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return change(*args, **kwargs)
+
+        return changed
+
+    monkeypatch.setattr(Path, "write_text", until_full(write))
+    monkeypatch.setattr(Path, "rename", until_full(rename))
+    with pytest.raises(PluginError, match="mine cannot be written: No space left on device"):
+        write_package("mine", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_readme_says_what_each_check_does() -> None:
