@@ -92,14 +92,17 @@ class TokenArray:
     quantisable: bool = True
 
     def __post_init__(self) -> None:
-        if not (self.name.isascii() and self.name.isidentifier()):
-            raise SpecError(f"The name of an array must be an identifier (got {self.name!r})")
-        if not all(type(size) is int and size >= 0 for size in (self.heads, self.dim)):
+        name = self.name
+        if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
+            raise SpecError(f"The name of an array must be an identifier (got {name!r})")
+        # A layer may have no keys or no values.
+        least = 0 if name in ("keys", "values") else 1
+        if not all(type(size) is int and size >= least for size in (self.heads, self.dim)):
             raise SpecError(
                 f"{self.name}: heads and dim must be positive integers (got {self.heads!r} and "
                 f"{self.dim!r})"
             )
-        if self.dtype is not None and self.dtype not in SAFETENSORS:
+        if not (self.dtype is None or (isinstance(self.dtype, str) and self.dtype in SAFETENSORS)):
             raise SpecError(
                 f"{self.name}: dtype must be one of {', '.join(sorted(SAFETENSORS))} (got "
                 f"{self.dtype!r})"

@@ -199,7 +199,11 @@ def test_a_window_in_place_of_a_full_layer_has_its_arrays() -> None:
     [
         (lambda: FullLayer(1, 2, 2, more=(TokenArray("keys", 1, 2),)), "different names"),
         (lambda: FullLayer(1, 2, 2, more=(TokenArray("a", 1, 2),) * 2), "different names"),
-        (lambda: FullLayer(1, 2, 2, more=(TokenArray("a", 1, 0),)), "at least one number"),
+        (lambda: FullLayer(1, 0, 0, more=(TokenArray("keys", 1, 0),)), "at least one number"),
+        (lambda: TokenArray("a", 1, 0), r"a: .* positive integers \(got 1 and 0\)"),
+        (lambda: TokenArray("a", 0, 2), r"a: .* positive integers \(got 0 and 2\)"),
+        (lambda: TokenArray(7, 1, 2), r"an identifier \(got 7\)"),  # type: ignore[arg-type]
+        (lambda: TokenArray("a", 1, 2, ["float16"]), r"dtype must be .* \(got \['float16'\]\)"),  # type: ignore[arg-type]
         (lambda: WindowLayer(1, 2, 2, 300, more=[TokenArray("a", 1, 2)]), "tuple"),  # type: ignore[arg-type]
         (lambda: ChunkLayer(1, 2, 2, 300, more=("a",)), "tuple"),  # type: ignore[arg-type]
         (lambda: TokenArray("a", 1.5, 2), r"positive integers \(got 1.5 and 2\)"),  # type: ignore[arg-type]
