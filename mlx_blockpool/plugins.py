@@ -98,7 +98,15 @@ def stock_classes(config: dict[str, Any]) -> tuple[type, type]:
     except SystemExit as error:
         why = printed.getvalue().strip() or "its module exits"
         raise UnknownModelTypeError(_without_classes(config, why)) from error
-    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        ImportError,
+        KeyError,
+        # A type with thousands of dots.
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         cause = error.__cause__
         absent = not isinstance(cause, ImportError) or (
             isinstance(cause, ModuleNotFoundError) and str(cause.name).startswith("mlx_lm.models.")
@@ -250,9 +258,9 @@ def _first(
         raise type(error)(
             f"{str(error).rstrip('.')}. Raised by {_source(manager, hook, given)}."
         ) from error
-    except PluginError:
+    except (PluginError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         # Code from anywhere may raise anything, and modules may exit.
         text = f"raised {type(error).__name__}: {error}. Fix or uninstall it."
         raise PluginError(f"{subject}: {_source(manager, hook, given)} {text}") from error
@@ -267,7 +275,9 @@ def _provider_of(hook: pluggy.HookCaller, given: dict[str, Any]) -> Any:
             names = [name for name in (*impl.argnames, *impl.kwargnames) if name in given]
             try:
                 found: Any = impl.function(**{name: given[name] for name in names})
-            except (Exception, SystemExit):
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
                 return impl.plugin
             if found is not None:
                 return impl.plugin
@@ -322,8 +332,10 @@ def _load(point: EntryPoint) -> None:
     """Import a plugin. Raises PluginError that names it."""
     try:
         point.load()
-    except Exception as error:
-        # Code from anywhere, as in provided_spec().
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Code from anywhere, as in _first().
         dist = (
             f"{point.dist.name} {point.dist.version}" if point.dist else "An unknown distribution"
         )

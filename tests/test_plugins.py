@@ -382,7 +382,13 @@ def test_a_model_that_nobody_says_anything_of_is_a_spec_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "error"), [("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError")]
+    ("code", "error"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("def f(:", "SyntaxError"),
+        ("raise SystemExit('no licence')", "SystemExit"),
+        ("raise BaseException('panic')", "BaseException"),
+    ],
 )
 def test_a_plugin_that_raises_while_it_loads_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, error: str
@@ -531,7 +537,9 @@ def test_a_plugin_says_why_it_cannot_serve_a_type() -> None:
         model_classes({"model_type": "sketch"}, manager_with(refusing))
 
 
-@pytest.mark.parametrize("model_type", [None, 7, ["llama"], "cache", "base", "perpetuum"])
+@pytest.mark.parametrize(
+    "model_type", [None, 7, ["llama"], "cache", "base", "perpetuum", "a" + ".a" * 5000]
+)
 def test_a_type_without_classes_is_said(model_type: Any) -> None:
     with pytest.raises(UnknownModelTypeError) as info:
         model_classes({"model_type": model_type, "model_file": "own.py"})

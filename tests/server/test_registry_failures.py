@@ -15,11 +15,16 @@ from typing import Any
 
 import pytest
 from models import save_model
+from test_plugins import manager_with
 
+from mlx_blockpool import plugins
+from mlx_blockpool.errors import BadModelError, SpecError
+from mlx_blockpool.hooks import hookimpl
+from mlx_blockpool.server import options
 from mlx_blockpool.server.model import LoadedModel
-from mlx_blockpool.server.models.registry import ModelSwap
+from mlx_blockpool.server.models.registry import ModelRegistry, ModelSwap
 from mlx_blockpool.server.provider import BlockpoolModelProvider
-from server.serving import Client, at_once, blockpool_server, cached_tokens, text_of, until
+from server.serving import Client, at_once, blockpool_server, cached_tokens, parse, text_of, until
 
 HELLO = [
     {"role": "system", "content": "This is known. " * 40},
@@ -136,6 +141,28 @@ def test_a_broken_model_leaves_the_old_one_with_all_that_it_knows(
         "the old one was never away"
     )
     allowing.settle()
+
+
+@pytest.mark.parametrize(
+    "error", [SpecError("no heads in /home/ann/notes"), BaseException("panic in /home/ann/notes")]
+)
+def test_what_a_plugin_raises_for_a_model_is_said_without_paths(
+    error: BaseException, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raising:
+        @hookimpl
+        def model_classes(self, config: dict[str, Any]) -> None:
+            raise error
+
+    monkeypatch.setattr(plugins, "make_plugin_manager", lambda: manager_with(Raising()))
+    args = parse(["--model", str(model), "--no-store"])
+    registry = ModelRegistry(BlockpoolModelProvider(args), options.server_config(args))
+    assert registry.catalog.default is not None
+    with pytest.raises(BadModelError) as info:
+        registry.check_files(registry.catalog.default)
+    assert "in notes. " in str(info.value)
+    assert "Raising, test_registry_failures.py)" in str(info.value)
+    assert "/" not in str(info.value)
 
 
 @pytest.mark.sampled

@@ -15,13 +15,7 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ...config import ModelsConfig
-from ...errors import (
-    BadModelError,
-    ModelNotFoundError,
-    PluginError,
-    StoreError,
-    UnknownModelTypeError,
-)
+from ...errors import BadModelError, BlockpoolError, ModelNotFoundError, StoreError
 from ...formatting import line_of
 from ...model_files import check, device, modelfile
 from ...plugins import model_classes, plugin_classes
@@ -134,14 +128,18 @@ def _weights(folder: Path, trusts_code: bool) -> int:
 
 
 def _check_type(folder: Path, config: dict[str, Any], trusts_code: bool) -> None:
+    own_code = config.get("model_file")
     try:
-        if config.get("model_file") is None:
+        if own_code is None:
             model_classes(config)
-        elif not trusts_code and plugin_classes(config) is None:
-            raise BadModelError(
-                f"{folder} brings its own code ({config['model_file']!r}), which only runs with "
-                f"--trust-remote-code, and no installed plugin has model_type "
-                f"{config.get('model_type')!r}."
-            )
-    except (UnknownModelTypeError, PluginError) as error:
+        elif trusts_code or plugin_classes(config) is not None:
+            own_code = None
+    except BlockpoolError as error:
+        # Plugins raise any of them.
         raise BadModelError(f"{folder}: {error}") from error
+    if own_code is not None:
+        raise BadModelError(
+            f"{folder} brings its own code ({own_code!r}), which only runs with "
+            f"--trust-remote-code, and no installed plugin has model_type "
+            f"{config.get('model_type')!r}."
+        )
