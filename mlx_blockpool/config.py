@@ -287,6 +287,9 @@ class PromptConfig:
     start_seconds: float = 120.0  # a worker has to start within this time
     niceness: ClassVar[int] = 5  # of a worker, so that its server goes first
     tokenizers: int = 4  # that a worker keeps
+    # Of the prompts that a worker has encoded with each, whose beginnings later prompts may share:
+    earlier_texts: ClassVar[int] = 32
+    earlier_size: ClassVar[int] = 8 << 20  # their characters and tokens
     # What requests may pass to templates in addition to the known switches; None: anything.
     template_kwargs: tuple[str, ...] | None = ()
 

@@ -198,6 +198,8 @@ class PromptPreparation:
             limits = [limit for limit in (served.capacity(), served.positions) if limit is not None]
             job.capacity = min(limits, default=None)
             job.checkpoints = served.engine is None or served.engine.caches.needs_checkpoints
+        if isinstance(request, PromptRequest):
+            job.salt = request.options.salt
         if isinstance(request, ChatRequest):
             job.is_chat_request = True
             job.prediction = request.prediction

@@ -26,6 +26,7 @@ from mlx_blockpool.server.api.thinking import signature_of, thinking_in
 from mlx_blockpool.server.bodies import InvalidRequestError
 from mlx_blockpool.server.forms import Forms
 from mlx_blockpool.server.preparation import PromptCounted, PromptPreparation
+from mlx_blockpool.server.prompts import encoding
 from mlx_blockpool.server.prompts.breakpoints import Breakpoint, message_breakpoints
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
 from mlx_blockpool.server.provider import ModelKey
@@ -324,7 +325,7 @@ def test_the_mark_of_the_request_stands_at_the_end(prompts: Tokenizing) -> None:
     ]
 
 
-def test_a_tokenizer_that_does_not_tell_where_its_tokens_stand(
+def test_a_tokenizer_that_encodes_whole_texts_gives_the_same_breakpoints(
     prompts: Tokenizing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body: dict[str, Any] = {
@@ -332,17 +333,7 @@ def test_a_tokenizer_that_does_not_tell_where_its_tokens_stand(
         "messages": ASKED,
     }
     expected = marked(prompts, body)
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    tokenizer = prompts.tokenizer._tokenizer
-    quick = type(tokenizer).__call__
-    monkeypatch.setattr(
-        type(tokenizer),
-        "__call__",
-        lambda self, *a, **k: slow() if "return_offsets_mapping" in k else quick(self, *a, **k),
-    )
+    monkeypatch.setattr(encoding, "splitting_tokens", lambda tokenizer: {})
     assert marked(prompts, body) == expected
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from array import array
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from models import character_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_blockpool.hooks import Replayed
-from mlx_blockpool.server.prompts.replay import Replay
+from mlx_blockpool.server.prompts.replay import KnownPieces, Replay
 from mlx_blockpool.server.prompts.templates import Template
 
 TOOLS: Any = [
@@ -152,3 +153,41 @@ def test_a_message_keeps_its_tokens_on_its_way_to_a_worker() -> None:
     message = Replayed({"role": "assistant", "content": "Yes."}, [1, 2])
     for other in (copy.deepcopy(message), pickle.loads(pickle.dumps(message))):
         assert (other, other.tokens) == (message, [1, 2])
+
+
+def test_of_a_known_conversation_only_the_last_turn_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template, stops, written = STYLES["qwen3"]
+    tokenizer = tokenizer_of(template, stops)
+    sampled = tokenizer.encode(written[1], add_special_tokens=False)
+    rendered: list[int] = []
+    text = Template.text
+
+    def counted(self: Template, messages: Any, **more: Any) -> str:
+        rendered.append(len(messages))
+        return text(self, messages, **more)
+
+    monkeypatch.setattr(Template, "text", counted)
+    known, messages = KnownPieces(), [{"role": "user", "content": "Is it?"}]
+    for turn in range(6):
+        messages += [
+            Replayed({"role": "assistant", "content": "Yes."}, sampled),
+            {"role": "user", "content": f"Sure, {turn}?"},
+        ]
+        before = len(rendered)
+        found = Replay(Template(tokenizer, TOOLS, {}), messages, known).tokens()
+        assert len(rendered) - before <= 4
+        assert found == Replay(Template(tokenizer, TOOLS, {}), messages).tokens()
+        other = [{"role": "user", "content": "Is it not?"}, *messages[1:]]
+        assert Replay(Template(tokenizer, TOOLS, {}), other, known).tokens() == (
+            Replay(Template(tokenizer, TOOLS, {}), other).tokens()
+        )
+
+
+def test_the_pieces_used_last_are_kept_up_to_a_bound() -> None:
+    known = KnownPieces(max_tokens=100)
+    for i in range(20):
+        known.add(b"%d" % i, array("I", range(10)))
+        assert known.get(b"0") is not None
+    assert [known.get(b"%d" % i) is not None for i in (1, 10, 12, 19)] == [False, False, True, True]

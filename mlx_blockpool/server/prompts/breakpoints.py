@@ -9,8 +9,7 @@ template, also where the last message is a tool's result.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,9 +114,10 @@ def breakpoint_positions(
     chat = _Chat(template, messages)
     found: dict[int, int] = {}
     text = template.text(messages, add_generation_prompt=True)
-    count = _counter(template.tokenizer, prompt, text)
     for point in breakpoints:
-        if tokens := count(chat.end_of(point, text)):
+        beginning = text[: chat.end_of(point, text)]
+        encoded = template.tokenizer.encode(beginning, add_special_tokens=False)
+        if tokens := common_prefix(encoded, prompt):
             found[tokens] = max(point.seconds, found.get(tokens, 0))
     return sorted(found.items())
 
@@ -170,21 +170,3 @@ class _Chat:
                 "no breakpoint: the template does not take %d messages: %s", len(beginning), error
             )
             return 0
-
-
-def _counter(tokenizer: Any, prompt: list[int], text: str) -> Callable[[int], int]:
-    """A function from characters of the rendered text to tokens of the prompt: how many tokens
-    lie before.
-    """
-    try:
-        encoded = tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    except (NotImplementedError, TypeError, KeyError):
-        ids, offsets = None, ()
-    if ids is not None and list(prompt[: len(ids)]) == list(ids):
-        ends = [end for _, end in offsets]
-        return lambda chars: bisect_right(ends, chars)
-    # The tokenizer reports no offsets.
-    return lambda chars: common_prefix(
-        tokenizer.encode(text[:chars], add_special_tokens=False), prompt
-    )

@@ -25,7 +25,7 @@ def convert(renderer: PromptRenderer, job: TokenizerJob) -> TokenizerResult:
 
     Raises ValueError for unknown and for too many tokens, and what templates and tokenizers raise.
     """
-    tokenizer, text, tokens = renderer.tokenizer, "", list(job.tokens)
+    tokenizer, text, tokens = renderer.tokenizer.whole, "", list(job.tokens)
     if job.messages:
         text = _rendered(tokenizer, job)
         tokens = _tokenized(tokenizer, text, job) if job.tokenizes else []

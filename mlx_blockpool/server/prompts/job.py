@@ -51,6 +51,7 @@ class PromptJob:
     image_at:     where the client's first image is.
     only_count:   only the number of tokens is wanted: the result has no images.
     prediction:   text that the client expects in the reply, or "".
+    salt:         of the request's prefixes: only prompts with the same one are used for it.
     """
 
     source: TokenizerSource
@@ -71,6 +72,7 @@ class PromptJob:
     image_at: str = "messages"
     only_count: bool = False
     prediction: str = ""
+    salt: bytes = b""
 
 
 @dataclass

@@ -24,8 +24,9 @@ from ...errors import RequestTooLargeError
 from ...hooks import Message
 from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content, rebind
 from .breakpoints import Breakpoint, breakpoint_positions, checkpoint_positions, message_breakpoints
+from .encoding import ReusingTokenizer
 from .job import PreparedImages, PreparedPrompt, PromptJob
-from .replay import Replay
+from .replay import KnownPieces, Replay
 from .templates import Template, sample_call, without_later_system
 
 log = logging.getLogger(__name__)
@@ -35,12 +36,14 @@ class PromptRenderer:
     """Renders jobs with one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = ReusingTokenizer(tokenizer)
+        self._pieces = KnownPieces()
 
     def render(self, job: PromptJob) -> PreparedPrompt:
         """Raises ValueError for what the model cannot do, RequestTooLargeError, and what
         templates and tokenizers raise.
         """
+        self.tokenizer.scope = job.salt
         if job.request_type == "text":
             return self._prepared(job, self._tokenize(job))
         begin, never = beginning(self.tokenizer, job) if job.is_chat_request else ("", None)
@@ -62,7 +65,7 @@ class PromptRenderer:
             log.debug("system messages inside of the conversation become the user's: %s", error)
             job.messages, original = lowered, copy.deepcopy(lowered)
             tokenized = self._tokenize(job)
-        replayed = Replay(self._template(job), job.messages).tokens()
+        replayed = Replay(self._template(job), job.messages, self._pieces, job.salt).tokens()
         if replayed is not None:
             tokenized = replayed[0], [replayed[0]], ["assistant"], *tokenized[3:]
         prepared = self._prepared(job, tokenized, begin, never)

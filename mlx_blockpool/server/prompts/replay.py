@@ -8,12 +8,16 @@ begins with the prompt and the reply of the turn before it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
+from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from jinja2 import TemplateError
 
+from ...config import PromptConfig
 from ...hooks import Message, Replayed
 from ...prefix.trie import common_prefix
 from .templates import Template
@@ -21,12 +25,46 @@ from .templates import Template
 log = logging.getLogger(__name__)
 
 
-class Replay:
-    """A chat with replies to put back."""
+class KnownPieces:
+    """The tokens between the replies of earlier prompts, those used last up to `max_tokens`, by a
+    digest of all that comes before their end.
+    """
 
-    def __init__(self, template: Template, messages: list[Message]) -> None:
+    def __init__(self, max_tokens: int = PromptConfig.earlier_size) -> None:
+        self._max_tokens, self._num_tokens = max_tokens, 0
+        self._pieces: OrderedDict[bytes, array[int]] = OrderedDict()
+
+    def get(self, digest: bytes) -> array[int] | None:
+        if digest in self._pieces:
+            self._pieces.move_to_end(digest)
+        return self._pieces.get(digest)
+
+    def add(self, digest: bytes, piece: array[int]) -> None:
+        self._pieces[digest] = piece
+        self._num_tokens += len(piece)
+        while self._num_tokens > self._max_tokens:
+            self._num_tokens -= len(self._pieces.popitem(last=False)[1])
+
+
+class Replay:
+    """A chat with replies to put back.
+
+    known:   pieces of earlier prompts, so that of a conversation only the last one is rendered.
+    scope:   pieces of other scopes are not used.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        messages: list[Message],
+        known: KnownPieces | None = None,
+        scope: bytes = b"",
+    ) -> None:
         self._template, self._tokenizer = template, template.tokenizer
         self._messages = messages
+        self._known = KnownPieces() if known is None else known
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._digest.update(repr((scope, template.tools, template.options)).encode())
         self._word = f"replayed{secrets.token_hex(8)}"
         self._stops = {
             int(token): str(self._tokenizer.decode([token]))
@@ -57,12 +95,11 @@ class Replay:
         last: Message | None = None
         for message in self._messages:
             if isinstance(message, Replayed):
-                tokens += self._encoded(
-                    self._after(last, self._template.text(shown, add_generation_prompt=True))
-                )
+                tokens += self._piece(last, shown)
                 tokens += self._without_stop(message.tokens)
                 last = message = self._stand_in(message)
             shown.append(message)
+            self._digest.update(repr(message).replace(self._word, "").encode("utf-8", "replace"))
         opened, closed = (
             self._encoded(
                 self._after(last, self._template.text(shown, add_generation_prompt=opens))
@@ -70,6 +107,20 @@ class Replay:
             for opens in (True, False)
         )
         return [*tokens, *opened], len(tokens) + common_prefix(opened, closed)
+
+    def _piece(self, last: Message | None, shown: Sequence[Message]) -> Sequence[int]:
+        """The tokens from the reply before to the next one.
+
+        Those before the first reply are not looked up: templates write the day there.
+        """
+        digest = self._digest.digest()
+        piece = None if last is None else self._known.get(digest)
+        if piece is None:
+            text = self._template.text(shown, add_generation_prompt=True)
+            piece = array("I", self._encoded(self._after(last, text)))
+            if last is not None:
+                self._known.add(digest, piece)
+        return piece
 
     def _stand_in(self, message: Message) -> Message:
         """A message with the word where its reply is.

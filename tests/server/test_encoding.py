@@ -1,0 +1,119 @@
+"""Prompts whose beginnings come from earlier ones have the tokens of whole texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlx_blockpool.config import PromptConfig
+from mlx_blockpool.server.prompts.encoding import ReusingTokenizer, splitting_tokens
+
+ADDED = [
+    AddedToken("<|start|>", special=True, normalized=False),
+    AddedToken("<|start|>er", special=True, normalized=False),
+    AddedToken("<|end|>", special=True, normalized=False),
+    AddedToken("<think>", normalized=False),
+    AddedToken("<left>", special=True, normalized=False, lstrip=True),
+    AddedToken("<right>", special=True, normalized=False, rstrip=True),
+    AddedToken("<word>", special=True, normalized=False, single_word=True),
+    AddedToken("<norm>", special=True, normalized=True),
+]
+LETTERS = [*"abcdeéß 🙂\n.", "ab", "abc", " a", "de", "▁", "▁a", "▁ab", "Ġ", "Ġa"]
+
+
+def backend(pre: Any, normalizer: Any = None) -> Tokenizer:
+    merges = [("a", "b"), ("ab", "c"), ("d", "e"), ("▁", "a"), ("▁a", "b"), ("Ġ", "a")]
+    vocabulary = {piece: i for i, piece in enumerate(["<unk>", *LETTERS])}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
+    made.pre_tokenizer = pre
+    if normalizer is not None:
+        made.normalizer = normalizer
+    made.decoder = decoders.Fuse()
+    made.add_tokens(ADDED)
+    return made
+
+
+KINDS = {
+    "bytes": backend(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "first": backend(pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "always": backend(pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "llama": backend(
+        pre_tokenizers.Sequence([]),
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    ),
+    "words": backend(
+        pre_tokenizers.Whitespace(),
+        normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()]),
+    ),
+}
+
+
+def reusing(kind: str, **bounds: int) -> ReusingTokenizer:
+    whole = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind], eos_token="<|end|>")
+    config = type("Config", (PromptConfig,), bounds)
+    return ReusingTokenizer(TokenizerWrapper(whole), config)
+
+
+PARTS = st.lists(
+    st.sampled_from([*(str(token) for token in ADDED), *LETTERS, " ", "  ", "A", "<|st", "<", "ﬁ"]),
+    max_size=40,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(texts=st.lists(st.tuples(PARTS, st.integers(0, 5), st.integers(0, 200)), min_size=2))
+def test_texts_that_begin_alike_have_the_tokens_of_whole_texts(
+    kind: str, texts: list[tuple[str, int, int]]
+) -> None:
+    tokenizer, known = reusing(kind, earlier_size=2_000), [""]
+    for added, base, cut in texts:
+        text = known[base % len(known)][:cut] + added
+        found = tokenizer.encode(text, add_special_tokens=False)
+        assert found == tokenizer.whole.encode(text, add_special_tokens=False)
+        known.append(text)
+
+
+def test_only_what_is_new_since_the_last_added_token_is_encoded() -> None:
+    tokenizer = reusing("bytes")
+    text = "".join(f"<|start|>{'abc de ' * 100}<|end|>\n" for _ in range(20))
+    for turn in range(5):
+        before = tokenizer.num_encoded
+        text += f"<|start|>{turn} de abc<|end|>\n"
+        tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.num_encoded - before <= (100 if turn else len(text))
+    tokenizer.scope = b"another"
+    before = tokenizer.num_encoded
+    tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.num_encoded - before == len(text)
+
+
+@pytest.mark.parametrize("bounds", [{"earlier_texts": 3}, {"earlier_size": 3_000}])
+def test_the_texts_used_last_are_kept_up_to_a_bound(bounds: dict[str, int]) -> None:
+    tokenizer = reusing("bytes", **bounds)
+    texts = [f"{i} {'abc de ' * 100}<|end|> de abc de" for i in "abcdeab"]
+    for text in texts:
+        tokenizer.encode(text, add_special_tokens=False)
+    assert len(tokenizer._earlier) <= 3
+    before = tokenizer.num_encoded
+    tokenizer.encode(texts[-1], add_special_tokens=False)
+    assert tokenizer.num_encoded - before < 50
+
+
+def test_a_tokenizer_that_encodes_in_another_way_encodes_whole_texts() -> None:
+    class Own(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def encode(self, text: str, **options: Any) -> list[int]:
+            return [len(text)]
+
+    made = Own(tokenizer_object=KINDS["bytes"], eos_token="<|end|>")
+    assert not splitting_tokens(made)
+    assert not splitting_tokens(object())
+    tokenizer = ReusingTokenizer(TokenizerWrapper(made))
+    for _ in range(2):
+        assert tokenizer.encode("<|start|>abc", add_special_tokens=False) == [12]
+    assert tokenizer.num_encoded == 24
