@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
-BENCHMARKS = ("pool", "prefix", "cache", "batch", "engine", "server")
+BENCHMARKS = ("pool", "prefix", "cache", "batch", "engine", "server", "host")
 # Figures that are times: of this package, and of mlx-lm beside it.
 TIMES = ("ours_", "stock_", "allocate_us", "free_us", "attached_cpu_ms", "ttft_last_s", "wall_s")
 UNITS = ("_ms", "_us", "_s")
