@@ -25,7 +25,7 @@ from typing import Any
 from ..config import AccessConfig, RequestConfig
 from ..errors import BlockpoolError
 from ..store.agents import SEPARATOR
-from .bodies import StatusError
+from .bodies import Json, StatusError
 from .origins import ForeignPage, is_address, is_foreign, is_loopback_name, sent_origin
 
 # The endpoints of mlx-lm's server, with the origins that its documentation promises.
@@ -477,7 +477,7 @@ def _without_others(owner: str, report: Any) -> Any:
     return found
 
 
-def own_figures(owner: str | None, report: dict[str, Any]) -> dict[str, Any]:
+def own_figures(owner: str | None, report: Json) -> Json:
     """The figures of GET /v1/cache with the owner's agents alone."""
     if owner is None:
         return report

@@ -53,7 +53,7 @@ from .api.errors import (
     unknown_path,
 )
 from .api.ollama import OLLAMA, RUNNING
-from .bodies import StatusError
+from .bodies import Json, StatusError
 from .generator import BlockpoolGenerator
 from .models.http import COMMANDS, ModelsEndpoint, cache_report, store_report
 from .routes import Route
@@ -248,7 +248,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if status != HTTPStatus.REQUEST_TIMEOUT:
             self._drain()
 
-    def _error(self, status: int, message: str) -> dict[str, Any]:
+    def _error(self, status: int, message: str) -> Json:
         """The body of an error in the shape of the protocol that the request's path or headers
         name, or else in OpenAI's.
         """
@@ -379,7 +379,7 @@ def _answer_root(handler: BlockpoolHandler) -> None:
         handler.send_body(200, "text/plain", RUNNING)
 
 
-def _health(handler: BlockpoolHandler) -> tuple[int, dict[str, Any]]:
+def _health(handler: BlockpoolHandler) -> tuple[int, Json]:
     generator = handler.scope.generator
     status, body = generator.health.report(generator.is_healthy, generator.has_waiting)
     return status, body | store_report(

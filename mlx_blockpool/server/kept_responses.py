@@ -9,11 +9,9 @@ import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 from ..config import HistoryConfig
-
-Item = dict[str, Any]
+from .bodies import Json
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,8 @@ class Kept:
     `cache_salt`: of its request; only requests with the same one may continue it.
     """
 
-    response: dict[str, Any]
-    items: list[Item]
+    response: Json
+    items: list[Json]
     characters: int
     owner: str | None = None
     cache_salt: str | None = None
@@ -44,8 +42,8 @@ class KeptResponses:
 
     def keep(
         self,
-        response: dict[str, Any],
-        items: list[Item],
+        response: Json,
+        items: list[Json],
         owner: str | None = None,
         cache_salt: str | None = None,
     ) -> None:
@@ -66,7 +64,7 @@ class KeptResponses:
 
     def item(
         self, name: str, owner: str | None = None, cache_salt: str | None = None
-    ) -> Item | None:
+    ) -> Json | None:
         """An output item of one of the owner's responses with this cache_salt."""
         with self._changing:
             found = [

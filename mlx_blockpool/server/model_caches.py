@@ -25,6 +25,7 @@ from ..store.prompt_store import PromptStore
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store
 from .access import without_folders
+from .bodies import Json
 from .provider import BlockpoolModelProvider, WeightsHash
 from .sequential import DraftedPrefix
 
@@ -34,9 +35,7 @@ log = logging.getLogger(__name__)
 FEW_CHECKPOINTS = 8
 
 
-def describe(
-    model: Any, config: dict[str, Any], model_id: str
-) -> tuple[ModelCacheSpec | None, str]:
+def describe(model: Any, config: Json, model_id: str) -> tuple[ModelCacheSpec | None, str]:
     """The spec of a model; or None if no plugin describes it, and why, which is logged."""
     try:
         return build.describe(model, config, model_id), ""
@@ -139,7 +138,7 @@ def warn_of_few_checkpoints(prefix: TieredPrefixCache) -> None:
         )
 
 
-def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
+def pool_report(prefix: TieredPrefixCache) -> Json:
     """Figures of a pool and its prefix cache."""
     pool, bits = prefix.pool, prefix.arena.spec.bits
     groups = pool.settle()
@@ -179,10 +178,10 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
 
 def report(
     prefix: TieredPrefixCache | None, stock: GuardedPromptCache, engine: BlockPoolBatchEngine | None
-) -> dict[str, Any]:
+) -> Json:
     """The figures of a model for GET /v1/cache."""
     if prefix is None:
-        found: dict[str, Any] = {
+        found: Json = {
             "backend": "mlx-lm",
             "sequences": len(stock),
             "known_bytes": stock.nbytes,
@@ -198,7 +197,7 @@ def report(
     }
 
 
-def draft_report(engine: BlockPoolBatchEngine) -> dict[str, Any]:
+def draft_report(engine: BlockPoolBatchEngine) -> Json:
     """How an engine drafts, and how many tokens were accepted, by source."""
     curve, counts = engine.caches.curve, engine.counts
     sources = sorted({name.partition(" ")[2] for name in counts if name.startswith("drafted ")})

@@ -18,7 +18,7 @@ from ..config import ImageConfig
 from ..errors import BlockpoolError, RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import image_parts
 from ..model_files.modelfile import local_folder, positions_of
-from .bodies import InvalidRequestError
+from .bodies import InvalidRequestError, Json
 from .forms import Forms, FormTokens, has_form
 from .images import check_images, processor_of
 from .models.registry import ModelRegistry
@@ -39,7 +39,7 @@ SWITCHES: dict[Any, str] = {
     "keep_past_thinking low_effort "
     "preserve_thinking tools_in_user_message",
     list[Any]: "available_tools builtin_tools custom_tools documents python_tools xml_tools",
-    dict[str, Any]: "controls",
+    Json: "controls",
     Line: "citation_mode current_date date_string model_identity reasoning_effort safety_mode "
     "thinking_mode today",
     bool | Line: "thinking",
@@ -220,7 +220,7 @@ def never_drawing(token: int, args: Any) -> Any:
     )
 
 
-def check_template_options(options: dict[str, Any] | None, allowed: tuple[str, ...] | None) -> None:
+def check_template_options(options: Json | None, allowed: tuple[str, ...] | None) -> None:
     """Raises InvalidRequestError, with the name of the option, for an option that a request may not
     have.
 

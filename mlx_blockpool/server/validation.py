@@ -34,7 +34,7 @@ from ..mlx_lm_compat import (
     ModelDescription,
     SamplingArguments,
 )
-from .bodies import InvalidRequestError
+from .bodies import InvalidRequestError, Json
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _FailFast(FailFast):
 # Text as JSON has it: pydantic's own strings must be UTF-8, and a client's may have half of a
 # surrogate pair.
 Text = InstanceOf[str]
-Object = InstanceOf[dict[str, Any]]
+Object = InstanceOf[Json]
 Int = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Count = Annotated[Int, Field(ge=0)]
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
@@ -249,7 +249,7 @@ def generation_arguments(
     options: Any,
     max_tokens: int,
     stop_words: list[str],
-    template: dict[str, Any] | None,
+    template: Json | None,
 ) -> GenerationArguments:
     """mlx-lm's arguments for a body, and the server's `options` for what the body leaves open.
 

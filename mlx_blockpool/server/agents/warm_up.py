@@ -81,7 +81,7 @@ class WarmUp:
         # A daemon, because a server may stop before all prompts are computed.
         threading.Thread(target=self._run, name="warm-up", daemon=True).start()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Json:
         """The progress: prompts, their tokens, and how many of these were cached before, in
         memory or on disk.
         """

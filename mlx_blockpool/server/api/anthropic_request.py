@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ...config import RequestConfig
 from ...hooks import parts_of
-from ..bodies import InvalidRequestError
+from ..bodies import InvalidRequestError, Json
 from ..prompts.breakpoints import SECONDS, Breakpoint
 from ..request import ParsedRequest
 from ..validation import (
@@ -230,7 +230,7 @@ MAX_BREAKPOINTS = 4
 SEAM: Part = {"type": "text", "text": "\n\n"}
 
 
-def parse(body: dict[str, Any], options: Any, counts: bool = False) -> ParsedRequest:
+def parse(body: Json, options: Any, counts: bool = False) -> ParsedRequest:
     """Parse a body. `options`: the server's, for what the body leaves open; `counts`: only the
     prompt is of interest.
 
@@ -382,7 +382,7 @@ class MessageTurns(ChatMessages):
                 self._call(message, block.id, block.name, block.input)
                 message.update(self.cache_control(block.cache_control, f"{at}.cache_control"))
 
-    def _add(self, role: str, content: str | list[Part]) -> dict[str, Any]:
+    def _add(self, role: str, content: str | list[Part]) -> Json:
         """Add content to the last message if that has the same role, or else as a message.
 
         Returns the message.

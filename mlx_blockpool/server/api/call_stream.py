@@ -37,7 +37,7 @@ class Call:
 
     id: str | None
     name: str
-    arguments: dict[str, Any]
+    arguments: Json
 
     @property
     def written(self) -> str:
@@ -148,7 +148,7 @@ class CallStream:
         begun = self._begun
         return begun is not None and call.name == begun.name and call.written.startswith(self._sent)
 
-    def _only_arguments(self, text: str) -> dict[str, Any] | None:
+    def _only_arguments(self, text: str) -> Json | None:
         calls = self._calls(text)
         return calls[0].arguments if len(calls) == 1 else None
 
@@ -176,7 +176,7 @@ class CallStream:
             return []
 
 
-def _call(parsed: dict[str, Any]) -> Call:
+def _call(parsed: Json) -> Call:
     arguments = parsed["arguments"]
     if isinstance(arguments, str):
         arguments = json.loads(arguments)

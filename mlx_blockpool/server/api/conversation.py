@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ...hooks import Message
+from ..bodies import Json
 
-Part = dict[str, Any]
+Part = Json
 
 # The efforts that templates take, by those that clients name.
 EFFORTS = {
@@ -26,9 +27,7 @@ EFFORTS = {
 }
 
 
-def template_arguments(
-    thinks: bool | None, effort: str | None, answers_at_once: bool
-) -> dict[str, Any]:
+def template_arguments(thinks: bool | None, effort: str | None, answers_at_once: bool) -> Json:
     """Arguments of a chat template, without those that it decides itself.
 
     A reply that `answers_at_once` does not think first.
@@ -40,7 +39,7 @@ def template_arguments(
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+_OBJECT: TypeAdapter[Json] = TypeAdapter(Json)
 
 
 def arguments_of(written: str) -> Any:
@@ -113,7 +112,7 @@ class ChatMessages:
             thinking = "\n\n".join(filter(None, (message.get("reasoning"), thinking)))
             message.update(reasoning_content=thinking, reasoning=thinking)
 
-    def _call(self, message: Message, called: str, name: str, arguments: dict[str, Any]) -> None:
+    def _call(self, message: Message, called: str, name: str, arguments: Json) -> None:
         self._tools_called[called] = name
         call = {
             "id": called,

@@ -7,7 +7,6 @@ Anthropic's clients read {"type": "error", "error": {"type", "message"}, "reques
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from ...errors import (
     FormError,
@@ -18,7 +17,7 @@ from ...errors import (
     UnavailableError,
 )
 from ..access import COMPLETIONS
-from ..bodies import InvalidRequestError, StatusError
+from ..bodies import InvalidRequestError, Json, StatusError
 
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -54,7 +53,7 @@ def unknown_path(path: str) -> str:
     return f"Unknown path {path[:80]}. See the server's README for the endpoints."
 
 
-def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
+def anthropic_error(status: int, message: str, request_id: str) -> Json:
     """The body of a response with `status`, or an `error` event."""
     return {
         "type": "error",
@@ -103,13 +102,13 @@ def openai_status(error: Exception) -> int:
 
 def openai_error(
     status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
+) -> Json:
     """The body of a response with `status`."""
     kind = "server_error" if status >= 500 else OPENAI_TYPES.get(status, OTHER_TYPE)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def openai_answer(error: Exception) -> tuple[int, dict[str, Any]]:
+def openai_answer(error: Exception) -> tuple[int, Json]:
     """Status and body for any exception of a request."""
     status, message = openai_status(error), str(error) or type(error).__name__
     param = error.place or None if isinstance(error, InvalidRequestError | FormError) else None
@@ -120,7 +119,7 @@ def openai_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, openai_error(status, message, param, code)
 
 
-def in_shape(status: int, content: dict[str, Any]) -> dict[str, Any]:
+def in_shape(status: int, content: Json) -> Json:
     """{"error": text} in OpenAI's shape. Any other body stays as it is."""
     text = content.get("error")
     return openai_error(status, text) if isinstance(text, str) else content

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
 from ...config import WHAT_FITS, RequestConfig
 from ...forms.output_format import OutputFormat
-from ..bodies import InvalidRequestError
+from ..bodies import InvalidRequestError, Json
 from ..models.catalog import DEFAULT
 from ..request import ChatRequest, ParsedRequest
 from ..validation import (
@@ -93,7 +93,7 @@ Think = Annotated[
 ]
 
 
-def _json_or_schema(shape: str | dict[str, Any]) -> str | dict[str, Any]:
+def _json_or_schema(shape: str | Json) -> str | Json:
     if isinstance(shape, str) and shape not in ("", "json"):
         raise ValueError(f"Input should be 'json' or a JSON schema; found {shape[:50]!r}")
     return shape
@@ -190,7 +190,7 @@ REPEAT_LAST_N = 64
 WHOLE_CONTEXT = 1 << 20
 
 
-def parse_chat(body: dict[str, Any], options: Any) -> ParsedRequest:
+def parse_chat(body: Json, options: Any) -> ParsedRequest:
     """Parse a chat's body.
 
     Without messages its request is empty. `options`: the server's, for what the body leaves open.
@@ -207,7 +207,7 @@ def parse_chat(body: dict[str, Any], options: Any) -> ParsedRequest:
     return _parsed(given, request, options)
 
 
-def parse_generate(body: dict[str, Any], options: Any) -> ParsedRequest:
+def parse_generate(body: Json, options: Any) -> ParsedRequest:
     """As parse_chat(), for a prompt. Unless it is `raw` it is the message after the system's."""
     given = validated(GenerateBody, body)
     if given.raw and (given.images or (given.system and given.prompt)):

@@ -247,11 +247,11 @@ class ResponsesRequest(ParsedRequest):
 
     items: list[Json]
     names: Mapping[str, Name]
-    echo: dict[str, Any]
+    echo: Json
 
 
 def parse(
-    body: dict[str, Any],
+    body: Json,
     options: Any,
     kept: KeptResponses,
     owner: str | None = None,
@@ -292,7 +292,7 @@ def parse(
 
 
 def _conversation(
-    given: ResponsesBody, body: dict[str, Any], kept: KeptResponses, owner: str | None
+    given: ResponsesBody, body: Json, kept: KeptResponses, owner: str | None
 ) -> InputItems:
     """The earlier conversation that the body names, and its input after it."""
     conversation = InputItems(kept, owner, given.cache_salt)
@@ -332,9 +332,7 @@ def _choice(given: ResponsesBody, tools: Tools) -> tuple[Calls, list[Any]]:
     )
 
 
-def _echo(
-    given: ResponsesBody, body: dict[str, Any], arguments: GenerationArguments
-) -> dict[str, Any]:
+def _echo(given: ResponsesBody, body: Json, arguments: GenerationArguments) -> Json:
     for name, value in given.metadata.items():
         if not isinstance(value, str):
             raise InvalidRequestError(f"metadata.{name[:50]}", "Input should be a valid string")
@@ -366,7 +364,7 @@ class Tools:
     """
 
     def __init__(self, tools: Iterable[Any]) -> None:
-        self.shown: list[dict[str, Any]] = []
+        self.shown: list[Json] = []
         self.strict: dict[str, str] = {}
         self._names: dict[str, Name] = {}
         self._left_out: list[str] = []

@@ -15,7 +15,7 @@ from ...forms.exact import exact
 from ...forms.output_format import OutputFormat, ToolFormat
 from ...forms.schema import JsonSchema, SchemaError, without_refused
 from ...hooks import Message
-from ..bodies import InvalidRequestError
+from ..bodies import InvalidRequestError, Json
 from ..request import ChatRequest
 from ..validation import IS_TEXT
 from .formats import ANY_OBJECT
@@ -102,7 +102,7 @@ def chat_request(
     )
 
 
-def _held(function: dict[str, Any], place: str | None, spare: Iterator[int]) -> ToolFormat:
+def _held(function: Json, place: str | None, spare: Iterator[int]) -> ToolFormat:
     given = function.get("parameters")
     schema = NO_PARAMETERS if given is None else given
     unkept: list[str] = []
@@ -130,7 +130,7 @@ def _loosened(schema: Any, spare: Iterator[int]) -> JsonSchema:
         return ANY_OBJECT
 
 
-def function_tool(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+def function_tool(name: str, description: str | None, parameters: Json) -> Json:
     """A tool in OpenAI's shape."""
     described = {} if description is None else {"description": description}
     return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ...errors import ModelNotFoundError
 from ...mlx_lm_compat import ModelDescription
-from ..bodies import parse_json
+from ..bodies import Json, parse_json
 from ..model import LoadedModel
 from ..provider import ModelKey
 from ..validation import Body, dotted, validated
@@ -46,7 +46,7 @@ class ModelsEndpoint:
         self._registry: ModelRegistry = generator.registry
         self._catalog = self._registry.catalog
 
-    def models(self, created: int) -> list[dict[str, Any]]:
+    def models(self, created: int) -> list[Json]:
         """OpenAI's model objects: the loaded and the default model, and the allowed models, or all
         downloaded ones.
 
@@ -61,7 +61,7 @@ class ModelsEndpoint:
         ids += [DEFAULT] if catalog.default is not None else []
         return [self._listed(id, known.get(id, id), created) for id in dict.fromkeys(ids)]
 
-    def find(self, path: str, created: int) -> dict[str, Any]:
+    def find(self, path: str, created: int) -> Json:
         """The list for the path /v1/models, or one model for /v1/models/ID.
 
         Raises ModelNotFoundError.
@@ -76,7 +76,7 @@ class ModelsEndpoint:
             f"There is no model {name}; the models are {', '.join(model['id'] for model in found)}."
         )
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Json:
         """Everything about the models; sizes in bytes, times in seconds."""
         registry, catalog, config, swap = (
             self._registry,
@@ -110,7 +110,7 @@ class ModelsEndpoint:
             },
         }
 
-    def command(self, scope: Any, data: bytes) -> tuple[int, dict[str, Any]]:
+    def command(self, scope: Any, data: bytes) -> tuple[int, Json]:
         """Status and body for POST /admin/load or /admin/unload, once it is done, or at once if the
         client does not `wait`.
 
@@ -143,7 +143,7 @@ class ModelsEndpoint:
         self._generator.run_command(command, scope.connection)
         return name
 
-    def _listed(self, id: str, model: str, created: int) -> dict[str, Any]:
+    def _listed(self, id: str, model: str, created: int) -> Json:
         default = self._catalog.default
         about = {
             "state": self._state(model),
@@ -169,7 +169,7 @@ class ModelsEndpoint:
         loaded = [*self._registry.loaded] + ([] if leaving is None else [leaving.key])
         return "loaded" if any(key.model == name for key in loaded) else "available"
 
-    def _model(self, key: ModelKey) -> dict[str, Any]:
+    def _model(self, key: ModelKey) -> Json:
         registry, swap, id_of = self._registry, self._registry.swap, self._catalog.id_of
         loaded = registry.loaded.get(key)
         coming = None if swap is None else swap.coming
@@ -186,7 +186,7 @@ class ModelsEndpoint:
             **({} if loaded is None else _usage(loaded)),
         }
 
-    def _change(self) -> dict[str, Any] | None:
+    def _change(self) -> Json | None:
         """The swap in progress or planned, and its stage. None if there is neither."""
         swap, plan, id_of = self._registry.swap, self._registry.plan, self._catalog.id_of
         if swap is None:
@@ -211,7 +211,7 @@ class ModelsEndpoint:
         }
 
 
-def _usage(model: LoadedModel) -> dict[str, Any]:
+def _usage(model: LoadedModel) -> Json:
     return {
         "running": len(model.live) + model.num_embedding,
         "idle_seconds": 0.0 if model.is_busy else round(time.monotonic() - model.used, 3),
@@ -221,7 +221,7 @@ def _usage(model: LoadedModel) -> dict[str, Any]:
     }
 
 
-def cache_report(registry: ModelRegistry, report: dict[str, Any]) -> dict[str, Any]:
+def cache_report(registry: ModelRegistry, report: Json) -> Json:
     """`report`, the figures of the pool used last; with several loaded models those of each
     under `models`.
     """

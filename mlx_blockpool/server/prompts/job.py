@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ...hooks import Message
+from ..bodies import Json
 
 # What of each token a job wants as JSON: its number alone, also its string in the vocabulary, or
 # also its piece of the text.
@@ -60,7 +61,7 @@ class PromptJob:
     messages: list[Message] = field(default_factory=list)
     tools: list[Any] | None = None
     role_mapping: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
     tool_breakpoints: list[tuple[int, int]] = field(default_factory=list)
     calls: str = "may"
     begin: str = ""
@@ -93,7 +94,7 @@ class TokenizerJob:
     tokens: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     tools: list[Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
     tokenizes: bool = False
     adds_special_tokens: bool = True
     reads_special_tokens: bool = True

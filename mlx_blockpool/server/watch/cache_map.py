@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ...errors import UnavailableError
 from ..access import belongs, own_name
+from ..bodies import Json
 from ..jobs import Job, Steps
 from ..routes import Route
 from .snapshot import GroupSnapshot, ModelSnapshot, RequestState, read_model, requests_of
@@ -43,7 +44,7 @@ class ServerSnapshot:
     def __init__(self, generator: Any) -> None:
         self.by_model: dict[str, ModelSnapshot] = {}
         self.requests: list[RequestState] = []
-        self.rendered: dict[tuple[str, str | None], dict[str, Any]] = {}
+        self.rendered: dict[tuple[str, str | None], Json] = {}
         self.ended: float | None = None
         self.job = Job(self._read(generator))
 
@@ -72,7 +73,7 @@ class CacheMaps:
         self._requests: list[RequestState] = []
         self._due = 0.0
 
-    def answer(self, owner: str | None, model: str | None = None) -> dict[str, Any]:
+    def answer(self, owner: str | None, model: str | None = None) -> Json:
         """The map of a model, by default the one used last, for the owner of a key. Its age is in
         `seconds_ago`.
 
@@ -99,9 +100,7 @@ class CacheMaps:
             ],
         }
 
-    def _render(
-        self, last: ServerSnapshot, found: ModelSnapshot, owner: str | None
-    ) -> dict[str, Any]:
+    def _render(self, last: ServerSnapshot, found: ModelSnapshot, owner: str | None) -> Json:
         """render(), once for all clients of an owner. What it costs delays the next snapshot."""
         key = found.model, owner
         with self._rendering:
@@ -146,7 +145,7 @@ class CacheMaps:
 
 # -- what one client sees --------------------------------------------------------------------------
 
-_EMPTY: dict[str, Any] = {
+_EMPTY: Json = {
     "agents": [],
     "tokens": [],
     "pinned": [],
@@ -156,7 +155,7 @@ _EMPTY: dict[str, Any] = {
 }
 
 
-def render(found: ModelSnapshot, owner: str | None) -> dict[str, Any]:
+def render(found: ModelSnapshot, owner: str | None) -> Json:
     """A snapshot as the owner of a key sees it.
 
     `owner` is None where keys have no names: then every client sees all.
@@ -216,7 +215,7 @@ class _View:
             if parent >= 0:
                 self.users[parent] |= self.users[number]
                 self._is_seen[parent] = self._is_seen[parent] or self._is_seen[number]
-        self.segments: list[dict[str, Any]] = []
+        self.segments: list[Json] = []
         self.segment_of: list[int | None] = [None] * len(edges)
         self.left_out = 0
         self._divide(found, by)
@@ -264,7 +263,7 @@ class _View:
             segment["on_disk"] += size * edge.on_disk
             segment["ends"] += self.ends[number]
 
-    def blocks(self, group: GroupSnapshot, number: int) -> dict[str, Any]:
+    def blocks(self, group: GroupSnapshot, number: int) -> Json:
         """A letter for each block of a layer group, and by number what holds it."""
         held = self._holders(number)
         letters: list[str] = []
@@ -308,7 +307,7 @@ def _shown(name: str, owner: str | None) -> str:
     return name if owner is None else own_name(name)
 
 
-def _request(request: RequestState, owner: str | None) -> dict[str, Any]:
+def _request(request: RequestState, owner: str | None) -> Json:
     figures = {
         key: value for key, value in request._asdict().items() if key not in ("name", "tables")
     }

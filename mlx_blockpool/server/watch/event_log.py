@@ -35,6 +35,7 @@ from ...prefix.salts import mark_of, salt_marked
 from ...prefix.trie import Node
 from ...store.hashing import TOKEN_BYTES
 from ..access import own_name
+from ..bodies import Json
 from ..request import RequestOptions
 from .counts import ModelCounts
 
@@ -74,7 +75,7 @@ class Event(NamedTuple):
     time: float
     model: str
     kind: str
-    what: Change | dict[str, Any]
+    what: Change | Json
     who: Who | None
 
 
@@ -105,9 +106,7 @@ class EventLog:
                 }
         return self.models[model]
 
-    def append(
-        self, model: str, kind: str, what: Change | dict[str, Any], who: Who | None = None
-    ) -> None:
+    def append(self, model: str, kind: str, what: Change | Json, who: Who | None = None) -> None:
         with self._changing:
             self._ring[self.end % len(self._ring)] = Event(
                 self.end, time.time(), model, kind, what, who
@@ -166,7 +165,7 @@ class ModelEvents:
         """Append a change of blocks: the method that an index calls."""
         self.add(BLOCK_KINDS[type(change)], change)
 
-    def add(self, kind: str, what: Change | dict[str, Any], who: Who | None = None) -> None:
+    def add(self, kind: str, what: Change | Json, who: Who | None = None) -> None:
         self._log.append(self.model, kind, what, who)
 
 
@@ -250,7 +249,7 @@ class EventView(NamedTuple):
         """An event as text/event-stream; empty for one that the reader may not see."""
         what = event.what
         if isinstance(what, AllCleared):
-            data: dict[str, Any] = {}
+            data: Json = {}
         elif not isinstance(what, dict):
             if not self.sees(what.salt):
                 return b""
@@ -264,15 +263,13 @@ class EventView(NamedTuple):
         return packet(event.number, event.kind, data, event.model, event.time)
 
 
-def packet(
-    number: int, kind: str, data: dict[str, Any], model: str | None, seconds: float
-) -> bytes:
+def packet(number: int, kind: str, data: Json, model: str | None, seconds: float) -> bytes:
     """Format an event as text/event-stream."""
     body = json.dumps({"kind": kind, "time": round(seconds, 3), "model": model, **data})
     return f"event: {kind}\nid: {number}\ndata: {body}\n\n".encode()
 
 
-def fields_of(what: BlocksStored | BlocksRemoved) -> dict[str, Any]:
+def fields_of(what: BlocksStored | BlocksRemoved) -> Json:
     """A change of blocks as clients see it."""
     hashes = [digest.hex() for digest in what.hashes]
     if isinstance(what, BlocksRemoved):

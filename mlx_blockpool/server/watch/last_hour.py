@@ -16,6 +16,7 @@ from typing import Any
 
 from ...config import HistoryConfig
 from ..access import belongs, own_name
+from ..bodies import Json
 from ..routes import Route
 
 PATH = "/v1/cache/hour"
@@ -52,7 +53,7 @@ class Minute:
         self.times.append(ttft)
         self.tokens.add(prompt_tokens, cached_tokens)
 
-    def as_dict(self, number: int) -> dict[str, Any]:
+    def as_dict(self, number: int) -> Json:
         times = sorted(self.times)
         ttft = {"median": round(median(times), 4), "p95": round(times[int(0.95 * len(times))], 4)}
         return {"time": 60 * number, **vars(self.tokens), "ttft": ttft}
@@ -96,7 +97,7 @@ class LastHour:
                 if len(self._agents) > HistoryConfig.agents:
                     self._agents.popitem(last=False)
 
-    def answer(self, owner: str | None) -> dict[str, Any]:
+    def answer(self, owner: str | None) -> Json:
         """The minutes of the last hour that had requests, and the tokens of each agent, as the
         owner of a key sees them.
         """

@@ -22,6 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 
 from ... import __version__
+from ..bodies import Json
 from ..model import LoadedModel
 from .counts import Buckets, ModelCounts
 
@@ -47,15 +48,15 @@ class ModelFigures:
 
     name: str
     counts: ModelCounts
-    report: dict[str, Any]
+    report: Json
     served: LoadedModel | None
 
     @property
-    def store(self) -> dict[str, Any]:
+    def store(self) -> Json:
         return self.report.get("store") or {}
 
     @property
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[Json]:
         return self.report.get("groups") or []
 
 
