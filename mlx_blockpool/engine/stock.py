@@ -6,6 +6,7 @@ Owned by the generation thread.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..prefix.salts import SHARED
 from .caches import Caches, Opened
 from .request import KIND
 from .sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 
 class StockCaches(Caches):
@@ -73,8 +76,11 @@ class StockCaches(Caches):
 
 class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
     """mlx-lm's prompt cache, except that a hit leaves a token to compute and that caches end
-    where their tokens end.
+    where their tokens end. Caches without a part of mlx-lm's interface, which another package may
+    have, are not cached.
     """
+
+    _has_warned = False
 
     def insert_cache(
         self,
@@ -84,9 +90,21 @@ class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
         *,
         cache_type: str = "assistant",
     ) -> None:
+        try:
+            needed = [(c.is_trimmable(), c.nbytes, c.state) for c in prompt_cache]
+        except (AttributeError, NotImplementedError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "The model's caches are not reused, so that every prompt is computed whole: %s",
+                    error,
+                )
+            return
         # After a draft, the model's and the draft's caches are ahead of what was accepted, each by
         # another amount.
-        if can_trim_prompt_cache(prompt_cache) and all(hasattr(c, "offset") for c in prompt_cache):
+        if all(can_trim for can_trim, *_ in needed) and all(
+            hasattr(c, "offset") for c in prompt_cache
+        ):
             end = min(len(tokens), *(c.offset for c in prompt_cache))
             tokens = tokens[:end]
             for cache in prompt_cache:

@@ -11,10 +11,11 @@ import mlx.core as mx
 import pytest
 from engine.engines import StockReply, Told, assert_nothing_held, drive, words
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from models import make_model
 
 from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.engine import stock
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
@@ -250,3 +251,29 @@ def test_salts_of_which_nothing_is_cached_any_more_are_dropped() -> None:
     for number in range(5):
         known.insert_cache(("llama", bytes([number])), [1, 2, 3], computed("llama", [1, 2, 3]))
     assert list(known._trie._trie) == [("llama", bytes([number])) for number in (3, 4)]
+
+
+class Untrimmable:
+    """A cache of another package, whose class is not of mlx-lm."""
+
+    def __init__(self) -> None:
+        self._cache = KVCache()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("is_trimmable", "_cache"):
+            raise AttributeError(f"Untrimmable has no {name}")
+        return getattr(self._cache, name)
+
+
+def test_caches_that_lack_a_part_of_the_interface_are_not_reused_which_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, known = stock_engine("llama")
+    layers = plain_model("llama").layers
+    monkeypatch.setattr(stock, "stock_prompt_cache", lambda _: [Untrimmable() for _ in layers])
+    for _ in range(2):
+        told = serve_all(engine, "llama")
+        assert [started.cached for started in told.started.values()] == [0] * len(PROMPTS)
+    assert len(known) == 0
+    (said,) = caplog.messages
+    assert "every prompt is computed whole: Untrimmable has no is_trimmable" in said
