@@ -33,7 +33,7 @@ PARAMETERS = list(inspect.signature(base.scaled_dot_product_attention).parameter
 # How modules attend that call mlx-lm's function.
 PLAIN = "plain"
 
-# The class of a module and how it attends -> the class of attached ones.
+# The class of a module and the way in which it attends -> the class of attached ones.
 _classes: WeakValueDictionary[tuple[type, Any], type] = WeakValueDictionary()
 
 
@@ -74,12 +74,10 @@ def bind(model: Any, adapters: Sequence[AttentionAdapter] = (), *, by_member: bo
     for _, module in model.named_modules():
         cls = type(module).__dict__.get("_attached_from", type(module))
         adapter = None if by_member else _adapter_of(cls, adapters)
-        attend = _way(cls, by_member) if adapter is None else adapter.attend
-        if attend is not None:
-            module.__class__ = _derived(cls, attend)
+        way = adapter or _own_way(cls, by_member)
+        if way is not None:
+            module.__class__ = _derived(cls, way)
             attached += 1
-            if adapter is not None:
-                type(module)._adapter = adapter
     return attached
 
 
@@ -96,7 +94,7 @@ def _adapter_of(cls: type, adapters: Sequence[AttentionAdapter]) -> AttentionAda
     return None
 
 
-def _way(cls: type, by_member: bool) -> Any:
+def _own_way(cls: type, by_member: bool) -> Any:
     """How modules of a class without an adapter attend: as PLAIN, or by a function as
     AttentionAdapter.attend; None if they have no cache.
     """
@@ -131,10 +129,13 @@ def _calls_attention(method: types.FunctionType) -> bool:
     )
 
 
-def _derived(cls: type, attend: Any) -> type:
-    """The class of attached modules of a class: one for all models."""
-    found = _classes.get((cls, attend))
+def _derived(cls: type, way: Any) -> type:
+    """The class of attached modules of a class that attend in one way, which is an adapter or what
+    _own_way() returns: one for all models.
+    """
+    found = _classes.get((cls, way))
     if found is None:
+        attend = _attend_of(way)
         if attend == PLAIN:
             methods = {
                 name: _attending(method)
@@ -152,11 +153,15 @@ def _derived(cls: type, attend: Any) -> type:
             **methods,
             "__reduce_ex__": _reduce,
             "_attached_from": cls,
-            "_attends": staticmethod(attend) if callable(attend) else attend,
+            "_way": staticmethod(way),
             "__module__": cls.__module__,
         }
-        found = _classes[cls, attend] = type(cls.__name__, (cls,), names)
+        found = _classes[cls, way] = type(cls.__name__, (cls,), names)
     return found
+
+
+def _attend_of(way: Any) -> Any:
+    return way.attend if isinstance(way, AttentionAdapter) else way
 
 
 def _attending(method: types.FunctionType) -> Callable[..., Any]:
@@ -171,11 +176,11 @@ def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
     """
     cls = type(module)._attached_from
     _, _, *content = cls.__reduce_ex__(module, protocol)
-    return _attached, (cls, type(module)._attends), *content
+    return _attached, (cls, type(module)._way), *content
 
 
-def _attached(cls: type, attend: Any) -> Any:
-    derived: Any = _derived(cls, attend)
+def _attached(cls: type, way: Any) -> Any:
+    derived: Any = _derived(cls, way)
     return derived.__new__(derived)
 
 
@@ -213,19 +218,23 @@ def detached(model: Any) -> Iterator[None]:
 
 def is_by_member(model: Any) -> bool:
     """Return whether some module of an attached model computes one member after another."""
-    return any(
-        getattr(type(m), "_attends", None) is attend_by_member for _, m in model.named_modules()
-    )
+    return any(_attend_of(way) is attend_by_member for way in _ways(model))
+
+
+def _ways(model: Any) -> Iterator[Any]:
+    for _, module in model.named_modules():
+        yield getattr(type(module), "_way", None)
 
 
 def sources_of(model: Any) -> list[str]:
     """The attention adapters of installed plugins that an attached model computes with, in
     words.
     """
-    found = (getattr(type(module), "_adapter", None) for _, module in model.named_modules())
     return list(
         dict.fromkeys(
-            f"adapter {a.name} of {a.source}" for a in found if a is not None and a.source
+            f"adapter {way.name} of {way.source}"
+            for way in _ways(model)
+            if isinstance(way, AttentionAdapter) and way.source
         )
     )
 

@@ -4,6 +4,7 @@ simply, and the sentence says what differs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import mlx.core as mx
 import pytest
 from architectures.configs import CONFIGS
 from mlx_lm.generate import generate_step
+from mlx_lm.models import llama
 from test_plugins import manager_with
 from testing import saboteurs as wrong
 
@@ -21,8 +23,11 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.engine.stock import StockCaches
 from mlx_blockpool.errors import PluginError, PoolExhaustedError
+from mlx_blockpool.hooks import AttentionAdapter
 from mlx_blockpool.kv import probe as probing
+from mlx_blockpool.kv.attach import bind, is_by_member, sources_of
 from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.by_member import attend_by_member
 from mlx_blockpool.spec import FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from mlx_blockpool.testing import tiny_model
 
@@ -140,6 +145,24 @@ def test_a_spec_that_needs_more_than_the_pool_has_an_error_that_names_its_plugin
     why = r"Raise --pool-bytes, or correct the spec of provider \(testing.saboteurs.Provider, "
     with pytest.raises(PoolExhaustedError, match=why):
         BlockPoolBatchEngine.open(model, ROOMY)
+
+
+def test_models_of_one_class_share_no_adapters_name() -> None:
+    adapters = [
+        AttentionAdapter(name, lambda cls: cls is llama.Attention, attend_by_member, source="mine")
+        for name in ("first", "second")
+    ]
+    models = [tiny_model(CONFIGS["llama"]) for _ in range(3)]
+    assert bind(models[0], adapters[:1])
+    assert bind(models[1], adapters)
+    assert bind(models[2], by_member=True)
+    assert [*map(sources_of, models)] == [
+        ["adapter first of mine"],
+        ["adapter second of mine"],
+        [],
+    ]
+    assert all(map(is_by_member, models))
+    assert sources_of(copy.deepcopy(models[1])) == ["adapter second of mine"]
 
 
 def test_a_script_is_told_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
