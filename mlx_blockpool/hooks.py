@@ -119,7 +119,9 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
 
     `config` is the model's config.json, and `model` the loaded mlx-lm model, or None if only its
     config.json is available. The last registered plugin is called first: an installed plugin
-    overrides a bundled one.
+    overrides a bundled one. What it says is proven when the model is loaded, with about 550 tokens
+    or as many as pass its longest window or chunk; one of more than 1,100 tokens is only compared
+    where the model's own cache, of mlx-lm's class, has the same.
     """
 
 

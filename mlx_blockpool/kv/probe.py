@@ -27,7 +27,7 @@ from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
 from .pending_tokens import PendingTokens, padded_forward, takes_back
 from .prompt_cache import batch_of, begin_rows, commit_rows, make_prompt_cache
-from .proof import difference_alone, long_prompts
+from .proof import TOO_SMALL, difference_alone, long_prompts, too_small
 from .rounded_caches import rounded
 from .scratch import pipelined
 from .shards import is_stage, on_all, without_collectives
@@ -145,10 +145,11 @@ def _need_equal_caches(model: Any, arena: KVArena, found: Capabilities, ranks: R
     with without_collectives(model):
         why = _difference_long(model, arena)
     if not on_all(ranks, why is None):
+        why = why or "the part of another rank differs"
+        advice = "Correct the plugin; `mlx_blockpool.testing.conformance` shows more."
         raise PluginError(
-            f"{spec.model_id}, one sequence on the caches that {spec.source} describes: "
-            f"{why or 'the part of another rank differs'}. Correct the plugin; "
-            "`mlx_blockpool.testing.conformance` shows more."
+            f"{spec.model_id}, one sequence on the caches that {spec.source} describes: {why}. "
+            f"{'' if why.startswith(TOO_SMALL) else advice}".rstrip()
         )
 
 
@@ -334,10 +335,10 @@ def _compared(
                 for prompt in prompts
             ]
     except PoolExhaustedError as error:
-        if max(map(len, prompts)) <= len(PROMPTS[0]):
+        if spec is None or max(map(len, prompts)) <= len(PROMPTS[0]):
             raise
         # Short sequences fit, and are served more simply.
-        return f"the pool is too small to prove it: {error}"
+        return too_small(error, spec, max(map(len, prompts)))
     except Exception as error:
         # A model that was not made for such a cache, or an adapter of a plugin, may raise anything.
         # Other errors come back on the path that is taken instead.

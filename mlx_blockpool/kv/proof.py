@@ -14,16 +14,27 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import PoolExhaustedError
-from ..spec import BLOCK_TOKENS, ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
+from ..spec import (
+    BLOCK_TOKENS,
+    ChunkLayer,
+    LayerSpec,
+    ModelCacheSpec,
+    StateLayer,
+    WindowLayer,
+)
 from .arena import KVArena
 from .attach import detached
 from .layer_caches import PooledRotatingKVCache
 from .prompt_cache import leaves_of, make_prompt_cache, resumed, sequence_of, state_caches
 from .quantised import own_copies
 
-# Windows and chunks up to here are passed. Of longer ones the caches' own figures are compared;
-# those of another class, which have other figures, are passed up to the second.
+# Windows and chunks up to here are always passed. Longer ones of a spec are passed unless the
+# model's own cache has the same; whatever else a cache of another class has, up to the second.
 MOST_TOKENS, MOST_UNCOMPARED = 1100, 8300
+# The most tokens of one forward: logits of all are computed.
+MOST_AT_ONCE = 2048
+# How what differs begins where only the pool is to blame.
+TOO_SMALL = "the pool is too small to prove it"
 # Sums in another order stay far below the first, and one wrong key of a few hundred is far above
 # it. Models in 16 bits round every sum.
 TOLERANCE, COARSE = 1e-5, 1e-2
@@ -63,33 +74,34 @@ def _apart(needed: mx.array, found: mx.array) -> float:
     return float(mx.abs(mx.where(finite, needed - found, 0)).max())
 
 
-def sizes_of(spec: ModelCacheSpec) -> list[int]:
+def sizes_of(*leaves: LayerSpec) -> list[int]:
     """The lengths of windows and chunks, in tokens."""
-    windows = {leaf.max_size for leaf in spec.leaves if isinstance(leaf, WindowLayer)}
-    return sorted(
-        windows | {leaf.chunk_size for leaf in spec.leaves if isinstance(leaf, ChunkLayer)}
-    )
+    windows = {leaf.max_size for leaf in leaves if isinstance(leaf, WindowLayer)}
+    return sorted(windows | {leaf.chunk_size for leaf in leaves if isinstance(leaf, ChunkLayer)})
 
 
 def _passed(spec: ModelCacheSpec, own: list[Any], pooled: list[Any]) -> list[int]:
     """The tokens that a prompt must pass: the sizes of the spec, and whatever else may be the size
     of a window in the empty caches that the model makes itself.
     """
-    sizes = {size for size in sizes_of(spec) if size <= MOST_TOKENS}
-    for theirs, mine in zip(leaves_of(own), leaves_of(pooled), strict=False):
-        most = MOST_TOKENS if isinstance(mine, type(theirs)) else MOST_UNCOMPARED
-        counts = (value for value in vars(theirs).values() if type(value) is int)
+    sizes = {size for size in sizes_of(*spec.leaves) if size <= MOST_TOKENS}
+    for leaf, theirs, mine in zip(spec.leaves, leaves_of(own), leaves_of(pooled), strict=False):
+        is_compared = isinstance(mine, type(theirs))
+        most = MOST_TOKENS if is_compared else MOST_UNCOMPARED
+        counts = {value for value in vars(theirs).values() if type(value) is int}
         sizes |= {count for count in counts if 1 < count <= most}
+        sizes |= {size for size in sizes_of(leaf) if not (is_compared and size in counts)}
     return sorted(sizes)
 
 
 def long_prompts(model: Any, arena: KVArena, own: list[Any]) -> list[list[int]]:
-    """Two prompts for a batch: one passes two blocks and twice every window and chunk, the other
-    the shortest one.
+    """Two prompts for a batch: one passes two blocks and twice every window and chunk up to
+    MOST_UNCOMPARED, the other the shortest one.
 
     own: empty caches that the model makes itself.
     """
-    sizes = _passed(arena.spec, own, make_prompt_cache(model, arena))
+    passed = _passed(arena.spec, own, make_prompt_cache(model, arena))
+    sizes = [size for size in passed if size <= MOST_UNCOMPARED]
     with detached(model):
         vocabulary = model(mx.zeros((1, 1), mx.int32)).shape[-1]
     longest = max([2 * BLOCK_TOKENS + 20, *(2 * size + 20 for size in sizes)])
@@ -111,10 +123,25 @@ def difference_alone(
     try:
         return _difference_alone(model, arena, make_stock, tolerance)
     except PoolExhaustedError as error:
-        return f"the pool is too small to prove it: {error}"
+        sizes = _passed(arena.spec, make_stock(), make_prompt_cache(model, arena))
+        return too_small(error, arena.spec, max([2 * BLOCK_TOKENS, *sizes]))
     except Exception as error:
         # Code of a plugin may raise anything.
         return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def too_small(error: PoolExhaustedError, spec: ModelCacheSpec, tokens: int) -> str:
+    """What differs where a pool cannot hold the prompts of a proof, in words.
+
+    tokens: of the longest one.
+    """
+    # Two long sequences. States may take half of a pool.
+    needed = 2 * spec.bytes_per_agent(2 * tokens)
+    needed *= 1 + bool(spec.fixed_bytes_per_agent() and spec.groups)
+    return (
+        f"{TOO_SMALL}: {error.needed} blocks of {error.group} do not fit. Raise --pool-bytes to "
+        f"{needed} or more"
+    )
 
 
 def _difference_alone(
@@ -127,7 +154,8 @@ def _difference_alone(
     caches = make_prompt_cache(model, arena)
     sizes = _passed(spec, own, caches)
     tokens = _tokens(3, max([2 * BLOCK_TOKENS, *sizes]) + 30, vocabulary)
-    places = [7, *(size + d for size in sizes for d in (-1, 3))]
+    places = [7, *range(MOST_AT_ONCE, len(tokens), MOST_AT_ONCE)]
+    places += [*(size + d for size in sizes for d in (-1, 3))]
     parts = [*cut(tokens, places), *([token] for token in _tokens(4, 4, vocabulary))]
     with detached(model):
         needed = run(model, own, parts)

@@ -112,7 +112,7 @@ class Subject:
     @cached_property
     def sizes(self) -> list[int]:
         """The lengths of windows and chunks, in tokens."""
-        return sizes_of(self.spec)
+        return sizes_of(*self.spec.leaves)
 
     @property
     def short_sizes(self) -> list[int]:

@@ -5,7 +5,9 @@ simply, and the sentence says what differs.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 from architectures.configs import CONFIGS
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
-from test_plugins import manager_with
+from mlx_lm.models.cache import RotatingKVCache
+from test_plugins import Fixed, manager_with
 from testing import saboteurs as wrong
 
 from mlx_blockpool import plugins
@@ -25,13 +28,16 @@ from mlx_blockpool.engine.stock import StockCaches
 from mlx_blockpool.errors import PluginError, PoolExhaustedError
 from mlx_blockpool.hooks import AttentionAdapter
 from mlx_blockpool.kv import probe as probing
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind, is_by_member, sources_of
-from mlx_blockpool.kv.build import open_pool
+from mlx_blockpool.kv.build import describe, open_pool
 from mlx_blockpool.kv.by_member import attend_by_member
+from mlx_blockpool.kv.proof import long_prompts
 from mlx_blockpool.spec import FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from mlx_blockpool.testing import tiny_model
 
 ROOMY = 60_000_000
+PLAIN = ModelCacheSpec("llama", (FullLayer(2, 16, 16),) * 4, "float32")
 Change = Callable[[ModelCacheSpec], Any]
 
 
@@ -147,6 +153,54 @@ def test_a_spec_that_needs_more_than_the_pool_has_an_error_that_names_its_plugin
         BlockPoolBatchEngine.open(model, ROOMY)
 
 
+class Unnamed(RotatingKVCache):  # type: ignore[misc]
+    """A cache of a model's code, whose window is not among its figures."""
+
+    def __init__(self, size: int) -> None:
+        self._size = [size]
+        super().__init__(size)
+
+    @property
+    def max_size(self) -> int:
+        return self._size[0]
+
+    @max_size.setter
+    def max_size(self, size: int) -> None:
+        pass
+
+
+def sliding(size: int, make: Callable[[int], Any] = RotatingKVCache) -> Any:
+    """A tiny llama whose own caches have windows."""
+    model = tiny_model(CONFIGS["llama"])
+    assert len(model.layers) == len(PLAIN.layers)
+    model.make_cache = lambda: [make(size) for _ in model.layers]
+    return model
+
+
+@pytest.mark.parametrize(("size", "is_right"), [(1400, True), (1200, False)])
+def test_a_window_that_the_models_own_caches_do_not_show_is_passed(
+    size: int, is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sliding(1400, Unnamed)
+    spec = replace(PLAIN, layers=(WindowLayer(2, 16, 16, size),) * 4)
+    monkeypatch.setattr(plugins, "make_plugin_manager", lambda: manager_with(Fixed(spec)))
+    if is_right:
+        assert open_pool(model, ROOMY).capabilities.ragged
+        return
+    with pytest.raises(PluginError, match=r"logits after token 1203 differ"):
+        open_pool(model, ROOMY)
+
+
+@pytest.mark.parametrize(
+    ("make", "length"), [(RotatingKVCache, 532), (Unnamed, 2820)], ids=["stock", "unnamed"]
+)
+def test_windows_of_the_models_own_caches_are_not_passed(make: Any, length: int) -> None:
+    model = sliding(1400, make)
+    spec = replace(PLAIN, layers=(WindowLayer(2, 16, 16, 1400),) * 4)
+    long, _ = long_prompts(model, KVArena(spec, ROOMY), model.make_cache())
+    assert len(long) == length
+
+
 def test_models_of_one_class_share_no_adapters_name() -> None:
     adapters = [
         AttentionAdapter(name, lambda cls: cls is llama.Attention, attend_by_member, source="mine")
@@ -180,6 +234,29 @@ def test_specs_of_the_bundled_provider_are_tried_with_short_prompts_only(
     monkeypatch.setattr(probing, "difference_alone", unexpected)
     monkeypatch.setattr(probing, "long_prompts", unexpected)
     assert BlockPoolBatchEngine.open(tiny_model(CONFIGS["gpt_oss"]), ROOMY).caches.ragged
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next"])
+def test_a_pool_too_small_for_a_right_spec_says_what_is_needed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = described_by(lambda spec: spec, name, monkeypatch)
+    spec = describe(model)
+    least = sum(map(spec.bytes_per_block, spec.groups)) + spec.fixed_bytes_per_agent()
+    # The smallest pool in which two short sequences are tried.
+    for times in range(2, 20):
+        with suppress(PoolExhaustedError):
+            engine = BlockPoolBatchEngine.open(model, times * least)
+            break
+    *_, sentence = engine.caches.differs
+    assert "Correct the plugin" not in sentence
+    said = re.search(r"too small to prove it: .* Raise --pool-bytes to (\d+) or more", sentence)
+    assert said is not None
+    engine.close()
+    engine = BlockPoolBatchEngine.open(model, int(said[1]))
+    bundled = BlockPoolBatchEngine.open(tiny_model(CONFIGS[name]), ROOMY)
+    assert engine.caches.ragged == bundled.caches.ragged
+    assert engine.caches.differs == bundled.caches.differs
 
 
 def replies(engine: BlockPoolBatchEngine, prompts: list[list[int]]) -> list[list[int]]:
