@@ -308,6 +308,12 @@ class LoadedModel:
         return None if self.prefix is None else self.prefix.pool.sequence_capacity()
 
     @property
+    def max_tokens(self) -> int | None:
+        """The most tokens of one request, by its positions and the pool; None without a limit."""
+        limits = [limit for limit in (self.capacity(), self.positions) if limit is not None]
+        return min(limits, default=None)
+
+    @property
     def array_bytes(self) -> int:
         """Bytes that the pool has allocated."""
         return int(self.report.get("array_bytes", 0))

@@ -195,8 +195,7 @@ class PromptPreparation:
             {**options, **(args.chat_template_kwargs or {})},
         )
         if served is not None:
-            limits = [limit for limit in (served.capacity(), served.positions) if limit is not None]
-            job.capacity = min(limits, default=None)
+            job.capacity = served.max_tokens
             job.checkpoints = served.engine is None or served.engine.caches.needs_checkpoints
         if isinstance(request, PromptRequest):
             job.salt = request.options.salt

@@ -114,6 +114,23 @@ def test_models_are_listed_in_openais_shape_with_their_states(models: list[Path]
         assert "the models are 0, 1, default_model" in answer["error"]["message"]
 
 
+def test_the_list_says_how_long_a_prompt_and_its_reply_may_be(
+    models: list[Path], tmp_path: Path
+) -> None:
+    other = save_model(tmp_path / "other", "llama", 1)
+    with blockpool_server(models[0], "--allow-models", str(other), *POOL) as client:
+        client.chat(HELLO, max_tokens=2)
+        limits = [model.get("max_model_len") for model in client.send("/v1/models")[1]["data"]]
+        assert limits == [limits[0], None, limits[0]], "the config.json of the other has no limit"
+        long = [{"role": "user", "content": "word " * limits[0]}]
+        status, answer = client.send("/v1/chat/completions", {"messages": long})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"at most {limits[0]} " in answer["error"]["message"]
+        config = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+        assert client.send("/v1/models/other")[1]["max_model_len"] == 4096
+
+
 def test_only_allowed_models_are_loaded_and_the_error_says_which(
     models: list[Path], tmp_path: Path
 ) -> None:

@@ -5,16 +5,19 @@ Runs on the socket's thread, without caches.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from queue import Queue
 from typing import Annotated, Any
 from urllib.parse import unquote
 
 import mlx.core as mx
+from mlx_lm.utils import load_config
 from pydantic import Field
 
 from ...errors import ModelNotFoundError
 from ...mlx_lm_compat import ModelDescription
+from ...model_files.modelfile import local_folder, positions_of
 from ..bodies import Json, parse_json
 from ..model import LoadedModel
 from ..provider import ModelKey
@@ -144,7 +147,7 @@ class ModelsEndpoint:
         return name
 
     def _listed(self, id: str, model: str, created: int) -> Json:
-        default = self._catalog.default
+        default, limit = self._catalog.default, self._max_tokens(model)
         about = {
             "state": self._state(model),
             "default": default is not None and model == default.model,
@@ -154,8 +157,20 @@ class ModelsEndpoint:
             "object": "model",
             "created": created,
             "owned_by": "mlx-blockpool",
+            **({} if limit is None else {"max_model_len": limit}),
             "mlx_blockpool": about,
         }
+
+    def _max_tokens(self, model: str) -> int | None:
+        """The most tokens of one request: of a loaded model as the pool allows, of others as their
+        config.json does.
+        """
+        for key, loaded in list(self._registry.loaded.items()):
+            if key.model == model:
+                return loaded.max_tokens
+        with contextlib.suppress(OSError, ValueError):
+            return positions_of(load_config(local_folder(model)))
+        return None
 
     def _state(self, name: str) -> str:
         """loaded: it is in memory. loading: it will be soon. available: a request for it loads
