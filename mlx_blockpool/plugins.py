@@ -210,7 +210,7 @@ def attention_adapters(manager: pluggy.PluginManager | None = None) -> list[Atte
             wrong = next((each for each in given if not isinstance(each, AttentionAdapter)), None)
             if wrong is not None:
                 raise TypeError(f"{wrong!r} is not an AttentionAdapter")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # Code from anywhere: models are served without it.
             source = name_of(manager, impl.plugin)
             text = "%s: attention_adapters() failed: %s: %s. Its adapters are not used."
@@ -219,6 +219,16 @@ def attention_adapters(manager: pluggy.PluginManager | None = None) -> list[Atte
         source = "" if _is_bundled(impl.plugin) else name_of(manager, impl.plugin)
         found += [replace(adapter, source=source) for adapter in given]
     return found
+
+
+def versions() -> list[str]:
+    """The installed plugins with their versions, and the names of their attention adapters, in the
+    order in which they are used: what all ranks of a group need alike.
+    """
+    manager = make_plugin_manager()
+    installed = (f"{d.metadata['Name']} {d.version}" for _, d in manager.list_plugin_distinfo())
+    adapters = (f"adapter {a.name}" for a in attention_adapters(manager) if a.source)
+    return [*installed, *adapters]
 
 
 def provided_spec(

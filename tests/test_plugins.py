@@ -26,6 +26,7 @@ from mlx_blockpool.plugins import (
     model_classes,
     spec_from_config,
     spec_of_model,
+    versions,
 )
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, WindowLayer
 
@@ -547,3 +548,26 @@ def test_a_type_without_classes_is_said(model_type: Any) -> None:
     assert "names 'own.py' as the code of the model, which runs only with --trust" in str(
         info.value
     )
+
+
+@pytest.mark.parametrize(
+    ("returned", "adapters"),
+    [
+        ("return [AttentionAdapter('mine', callable, print)]", ["adapter mine"]),
+        ("raise KeyError('heads')", []),
+        ("raise SystemExit('no licence')", []),
+    ],
+)
+def test_versions_are_of_installed_plugins_and_their_adapters(
+    returned: str, adapters: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert versions() == []
+    code = f"""
+from mlx_blockpool.hooks import AttentionAdapter, hookimpl
+
+@hookimpl
+def attention_adapters():
+    {returned}
+"""
+    install(tmp_path, monkeypatch, code)
+    assert versions() == ["fake_plugin 1.0", *adapters]

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import BlockpoolError, GroupError
+from ..plugins import versions
 from ..ranks.group import Ranks
 from ..spec import Counted, ModelCacheSpec
 
@@ -88,20 +89,32 @@ def agreed(describe: Callable[[], ModelCacheSpec], ranks: Ranks) -> ModelCacheSp
     ranks. All call this, or none.
 
     Alone it raises what `describe` raises. In a group it raises GroupError on all ranks if one part
-    cannot be described, or if they have unlike kinds of layers.
+    cannot be described, if they have unlike kinds of layers, or other plugins: probes would reach
+    other collectives.
     """
     if ranks.decides:
         return describe()
-    spec, problem = None, "Another rank cannot describe its part of the model; its log says why."
+    spec, installed, problem = (
+        None,
+        "",
+        "Another rank cannot describe its part of the model; its log says why.",
+    )
     try:
+        installed = ", ".join(versions()) or "none"
         spec = describe()
     except (BlockpoolError, ValueError) as error:
         problem = str(error)
     digest = 0 if spec is None else 1 + zlib.crc32(spec.kinds().encode())
-    least, negated = ranks.least([digest, -digest])
+    plugins = zlib.crc32(installed.encode())
+    least, negated, *both = ranks.least([digest, -digest, plugins, -plugins])
     if spec is None or least == 0:
         raise GroupError(
             f"Several ranks serve a model only from a pool; mlx_lm.server serves others. {problem}"
+        )
+    if both[0] != -both[1]:
+        raise GroupError(
+            f"The ranks have different plugins; those of rank {ranks.rank}: {installed}. Install "
+            "the same ones in the same versions on all machines."
         )
     if least != -negated:
         own = ", ".join(group.name for group in spec.groups) or "states only"

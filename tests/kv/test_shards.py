@@ -5,7 +5,9 @@ none, and what a stage sends.
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,16 @@ from models import make_model
 from prefix.computed import text
 from prefix.lives import FULL, STATE, WINDOW, Life
 from ranks.threads import ThreadRanks, on_ranks
+from test_plugins import manager_with
 
+from mlx_blockpool import plugins
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.errors import GroupError, SpecError
+from mlx_blockpool.hooks import AttentionAdapter, hookimpl
 from mlx_blockpool.kv import shards
 from mlx_blockpool.kv.build import allocate, attach, describe, open_pool
+from mlx_blockpool.kv.by_member import attend_by_member
 from mlx_blockpool.kv.pool import BlockPool
 from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache
 from mlx_blockpool.kv.shards import agreed, is_stage, without_collectives
@@ -46,6 +52,36 @@ POOL_BYTES = 300_000
 
 def counted() -> list[ModelCacheSpec]:
     return on_ranks(len(PARTS), lambda ranks: agreed(lambda: PARTS[ranks.rank], ranks), "pipeline")
+
+
+def test_ranks_with_different_plugins_open_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, str] = {}
+
+    class Plugin:
+        @hookimpl
+        def attention_adapters(self) -> list[AttentionAdapter]:
+            name = names[threading.current_thread().name]
+            return [AttentionAdapter(name, lambda cls: True, attend_by_member)]
+
+    manager = manager_with(Plugin())
+    monkeypatch.setattr(plugins, "make_plugin_manager", lambda: manager)
+
+    def fail(given: Sequence[str]) -> Callable[[ThreadRanks], str]:
+        def fails(ranks: ThreadRanks) -> str:
+            names[threading.current_thread().name] = given[ranks.rank]
+            try:
+                agreed(lambda: PARTS[0], ranks)
+            except GroupError as error:
+                return str(error)
+            return ""
+
+        return fails
+
+    assert on_ranks(2, fail(["mine", "mine"])) == ["", ""]
+    for rank, said in enumerate(on_ranks(2, fail(["mine", "other"]))):
+        assert (
+            f"different plugins; those of rank {rank}: adapter {['mine', 'other'][rank]}." in said
+        )
 
 
 def test_all_ranks_count_the_largest_blocks_and_states_in_one_order() -> None:
