@@ -4,10 +4,12 @@ call that mlx-lm's parser reads from the whole block.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import pkgutil
 import random
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +21,8 @@ from mlx_lm import tool_parsers
 from thorough import many
 
 from mlx_blockpool.forms.calls import FAMILIES, writes_tags
-from mlx_blockpool.server.api.call_readers import READERS
+from mlx_blockpool.server.api import call_readers
+from mlx_blockpool.server.api.call_readers import READERS, VALUE
 from mlx_blockpool.server.api.call_stream import Call, CallCut, CallPart, CallStream
 from mlx_blockpool.server.api.conversation import arguments_of
 
@@ -307,6 +310,41 @@ def test_a_repeated_key_is_that_of_the_parser() -> None:
         found, rest = streamed("qwen3_coder", list(text))
         assert ([None, *whole("qwen3_coder", text)[0]], None) == (found, rest)
         assert found[1].arguments == {key: int(value) if key == "n" else value, "on": True}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        r"\ud83d\ude00",
+        r"a\ud83d\ude00b\ude00",
+        r"\ud83d\ud83d\ude00",
+        r"\U0000d83d\ude00",
+        r"\ud83dx",
+        r"\ud83d",
+        r"\ud83d\n",
+    ],
+)
+def test_two_escapes_of_python_may_be_one_character(value: str) -> None:
+    text = f'[write(text="{value}", items=["{value}"])]'
+    expected = json.loads(json.dumps(ast.literal_eval(f'"{value}"')))
+    call = Call(None, "write", {"text": expected, "items": [expected]})
+    assert whole("pythonic", text) == streamed("pythonic", list(text)) == ([call], None)
+
+
+def test_the_characters_of_a_long_word_are_matched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    matched = [0]
+
+    class Counting:
+        def match(self, text: str, at: int) -> re.Match[str] | None:
+            found = VALUE.match(text, at)
+            matched[0] += 0 if found is None else found.end() - at
+            return found
+
+    monkeypatch.setattr(call_readers, "VALUE", Counting())
+    word = "x" * 3000
+    (part, key, value, *_) = pieces_of("function_gemma", f"call:write{{path:{word},n:5}}")
+    assert (part.text + key.text + value.text).endswith(f'"path": "{word}"')
+    assert matched[0] == len(word) + 1
 
 
 def test_calls_that_have_ended_stay_where_another_one_is_malformed() -> None:

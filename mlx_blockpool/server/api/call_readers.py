@@ -205,13 +205,16 @@ class CallReader:
         return self._buffer[start:end]
 
     def _word(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """The longest text of a pattern, which repeats a set of characters."""
+        start = self._at
         while True:
             match = pattern.match(self._buffer, self._at)
-            if match is None and self._at < len(self._buffer):
-                raise UncertainError
-            if match is not None and match.end() < len(self._buffer):
+            if match is not None:
                 self._at = match.end()
-                return match.group()
+            if self._at < len(self._buffer):
+                if match is None and self._at == start:
+                    raise UncertainError
+                return self._buffer[start : self._at]
             yield
 
     # -- values ------------------------------------------------------------------------------------
@@ -329,7 +332,9 @@ def json_escape(reader: CallReader) -> Steps[str]:
 
 
 def python_escape(reader: CallReader) -> Steps[str]:
-    """The characters of an escape in a string of Python."""
+    """The characters of an escape in a string of Python; both halves of a surrogate pair make one,
+    as in the JSON of a whole call.
+    """
     text = yield from reader._peek(2)
     kind = text[1]
     if kind in "xuU":
@@ -346,9 +351,13 @@ def python_escape(reader: CallReader) -> Steps[str]:
         return text
     reader._at += len(text)
     try:
-        return str(ast.literal_eval(f'"{text}"')) if kind != "\n" else ""
+        found = str(ast.literal_eval(f'"{text}"')) if kind != "\n" else ""
     except NO_LITERAL as error:
         raise UncertainError from error
+    if "\ud800" <= found <= "\udbff" and (yield from reader._peek(2)) in ("\\u", "\\U"):
+        found += yield from python_escape(reader)
+        found = found.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    return found
 
 
 def python_scalar(word: str) -> Any:

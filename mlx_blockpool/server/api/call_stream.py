@@ -164,10 +164,12 @@ class CallStream:
                 )
                 for call in calls
             ]
-            for call in calls:
-                # Literals of Python may be sets or bytes, and numbers infinite: they are not JSON.
-                json.dumps(call.arguments, allow_nan=False)
-            return calls
+            # Literals of Python may be sets or bytes, and numbers infinite: they are not JSON. Two
+            # escapes of Python may be the halves of a character, which JSON joins.
+            return [
+                replace(call, arguments=json.loads(json.dumps(call.arguments, allow_nan=False)))
+                for call in calls
+            ]
         except BAD_CALL as error:
             if is_last:
                 log.warning(
