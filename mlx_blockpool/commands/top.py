@@ -69,24 +69,14 @@ def _run(args: argparse.Namespace) -> str:
     server.read()
     if args.json:
         return json.dumps(server.facts, indent=2)
-    if args.once or not sys.stdout.isatty():
-        with _as_expected(server.url):
-            return top_screen.text(server.facts, args.url)
-    _watch(server, max(args.seconds, MOST_OFTEN_SECONDS))
-    with _as_expected(server.url):
-        return f"{args.url}: {top_screen.summary(server.facts)}"
-
-
-@contextmanager
-def _as_expected(url: str) -> Iterator[None]:
-    """Raises BlockpoolError if the block fails because a server's facts are not those of this
-    version.
-    """
     try:
-        yield
+        if args.once or not sys.stdout.isatty():
+            return top_screen.text(server.facts, args.url)
+        _watch(server, max(args.seconds, MOST_OFTEN_SECONDS))
+        return f"{args.url}: {top_screen.summary(server.facts)}"
     except FOREIGN as error:
         what = (
-            f"{url} does not answer as this version of mlx-blockpool does "
+            f"{server.url} does not answer as this version of mlx-blockpool does "
             f"({type(error).__name__}: {plain(str(error))})"
         )
         raise BlockpoolError(f"{what}. Give --url another server.") from error
@@ -194,11 +184,9 @@ def _watch(server: Server, seconds: float) -> None:
     try:
         with _keys() as has_quit, Live(screen=True, auto_refresh=False) as live:
             while True:
-                with _as_expected(server.url):
-                    width, height = live.console.size
-                    screen = top_screen.screen(
-                        server.facts, server.url, width, height, server.problem
-                    )
+                screen = top_screen.screen(
+                    server.facts, server.url, *live.console.size, server.problem
+                )
                 live.update(screen, refresh=True)
                 if has_quit(seconds):
                     return

@@ -64,7 +64,14 @@ from .wire import Outgoing, TimedReader, buffer_body, drain, drop_vanished
 log = logging.getLogger(__name__)
 
 # Errors whose text is for the client.
-EXPECTED = (UnavailableError, FormError, ModelNotFoundError, PromptError, TooManyRequestsError)
+EXPECTED = (
+    StatusError,
+    UnavailableError,
+    FormError,
+    ModelNotFoundError,
+    PromptError,
+    TooManyRequestsError,
+)
 # How long a request may take to arrive if it will be rejected, because there are too many
 # connections.
 CROWDED_SECONDS = 1.0

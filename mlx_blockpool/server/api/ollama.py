@@ -70,16 +70,14 @@ class OllamaRenderer(PieceRenderer):
         blocks = self.parser.blocks
         calls = [_shown(call, index) for index, call in enumerate(blocks.calls)]
         more = {"thinking": blocks.thinking, "tool_calls": calls}
-        self.whole = {
-            **self._said(blocks.text, {name: value for name, value in more.items() if value}),
-            **last,
-        }
+        more = {name: value for name, value in more.items() if value}
+        self.whole = {**said(self._parsed.body, self._is_chat, blocks.text, **more), **last}
         if self._logprobs is not None:
             self.whole["logprobs"] = self._logprobs.drain()
         return ()
 
     def _packet(self, text: str, **more: Any) -> Json:
-        packet = self._said(text, more)
+        packet = said(self._parsed.body, self._is_chat, text, **more)
         if self._logprobs is not None and (entries := self._logprobs.drain()):
             # Of the tokens since the line before.
             packet["logprobs"] = entries
@@ -89,19 +87,6 @@ class OllamaRenderer(PieceRenderer):
         # The parser has added the call to its blocks already.
         index = len(self.parser.blocks.calls) - 1
         return _shown(piece, index) if isinstance(piece, Call) else None
-
-    def _said(self, text: str, more: Json) -> Json:
-        said = (
-            {"message": {"role": "assistant", "content": text, **more}}
-            if self._is_chat
-            else {"response": text, **more}
-        )
-        return {
-            "model": self._parsed.body.shown,
-            "created_at": written_now(),
-            **said,
-            "done": False,
-        }
 
     def _figures(self) -> Json:
         """Tokens and durations in nanoseconds: until the request started, until its first token,
@@ -117,6 +102,16 @@ class OllamaRenderer(PieceRenderer):
             "eval_count": self.usage.reply,
             "eval_duration": ended - first,
         }
+
+
+def said(body: ReplyBody, is_chat: bool, text: str, **more: Any) -> Json:
+    """A packet with a part of a reply."""
+    content = (
+        {"message": {"role": "assistant", "content": text, **more}}
+        if is_chat
+        else {"response": text, **more}
+    )
+    return {"model": body.shown, "created_at": written_now(), **content, "done": False}
 
 
 def _shown(call: Call, index: int) -> Json:
@@ -175,25 +170,11 @@ class OllamaEndpoint(Endpoint):
         """
         if self._scope.page is not None:
             raise StatusError(403, "A page of another site may not load or unload models.")
-        models, wanted = (
-            ModelsEndpoint(self._scope.generator),
-            ModelDescription(given.id, DEFAULT, None),
-        )
-        models.change(self._scope, wanted, given.unloads)
-        said: Json = (
-            {"response": ""}
-            if self._handler.route == GENERATE
-            else {"message": {"role": "assistant", "content": ""}}
-        )
+        wanted = ModelDescription(given.id, DEFAULT, None)
+        ModelsEndpoint(self._scope.generator).change(self._scope, wanted, given.unloads)
         reason = "unload" if given.unloads else "load"
-        packet = {
-            "model": given.shown,
-            "created_at": written_now(),
-            **said,
-            "done": True,
-            "done_reason": reason,
-        }
-        self._handler.send_json(200, packet)
+        packet = said(given, self._handler.route == CHAT, "")
+        self._handler.send_json(200, {**packet, "done": True, "done_reason": reason})
 
     def embed(self) -> None:
         given, is_one = validated(EmbedBody, self._body()), self._handler.route == EMBEDS[1]

@@ -94,7 +94,11 @@ class CacheMaps:
             "seconds_ago": None
             if last is None or last.ended is None
             else round(time.monotonic() - last.ended, 3),
-            **(_EMPTY if last is None or found is None else self._render(last, found, owner)),
+            **(
+                render(NO_MODEL, owner)
+                if last is None or found is None
+                else self._render(last, found, owner)
+            ),
             "requests": [
                 _request(each, owner) for each in requests if belongs(each.name or "", owner)
             ],
@@ -145,14 +149,8 @@ class CacheMaps:
 
 # -- what one client sees --------------------------------------------------------------------------
 
-_EMPTY: Json = {
-    "agents": [],
-    "tokens": [],
-    "pinned": [],
-    "groups": [],
-    "trie": [],
-    "left_out": 0,
-}
+# What is shown while no model is loaded.
+NO_MODEL = ModelSnapshot("")
 
 
 def render(found: ModelSnapshot, owner: str | None) -> Json:

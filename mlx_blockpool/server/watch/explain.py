@@ -25,6 +25,7 @@ from ...prefix.lookup import CAUSES, Lookup, compared_with
 from ...prefix.salts import is_of_one_client
 from ...store.agents import Agent
 from ..access import shown
+from ..bodies import StatusError
 from ..normalise import LAST
 from ..routes import Route
 from .divergence import Chat, Difference
@@ -47,19 +48,23 @@ WORDS = CAUSES | {
 
 # The fields of an explanation for clients, and those in a list.
 FIELDS = (
-    *(
-        "id",
-        "time",
-        "path",
-        "model",
-        "agent",
-        "state",
-        "prompt_tokens",
-        "known_tokens",
-        "cached_tokens",
-        "restored_tokens",
-    ),
-    *("cause", "cause_words", "why", "difference", "elsewhere", "error", "normalised"),
+    "id",
+    "time",
+    "path",
+    "model",
+    "agent",
+    "state",
+    "prompt_tokens",
+    "known_tokens",
+    "cached_tokens",
+    "restored_tokens",
+    "cause",
+    "cause_words",
+    "why",
+    "difference",
+    "elsewhere",
+    "error",
+    "normalised",
 )
 LISTED_FIELDS = (
     "id",
@@ -379,10 +384,8 @@ class Explanations:
 
 def answer_about(handler: Any) -> None:
     """Answer GET /v1/cache/explain/ID, or without an ID for the last requests."""
-    request_id, explanations = (
-        handler.route.removeprefix(PATH).removeprefix("/"),
-        handler.scope.generator.explanations,
-    )
+    request_id = handler.route.removeprefix(PATH).removeprefix("/")
+    explanations = handler.scope.generator.explanations
     asker = handler.scope.asker(handler.headers)
     if not request_id:
         listed = [explanation.as_dict() for explanation in explanations.latest(LISTED, asker)]
@@ -394,11 +397,10 @@ def answer_about(handler: Any) -> None:
     if found is None:
         last = f"the last {HistoryConfig.explained:,} since the start"
         advice = f"Take an id from the header X-Request-Id of a response; {last} are kept."
-        handler.send_json(
-            404, {"error": f"No explanation of the request {shown(request_id)} was found. {advice}"}
+        raise StatusError(
+            404, f"No explanation of the request {shown(request_id)} was found. {advice}"
         )
-    else:
-        handler.send_json(200, found.as_dict())
+    handler.send_json(200, found.as_dict())
 
 
 ROUTES = (Route(f"{PATH}/*", answer_about),)

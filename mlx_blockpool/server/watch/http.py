@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from ..access import ReaderPlace, reader_client
+from ..bodies import StatusError
 from ..routes import Route
 from ..wire import has_hung_up
 from .event_log import EventReader, EventView, packet
@@ -42,11 +43,11 @@ class EventsEndpoint:
         query = dict(parse_qsl(urlsplit(self._handler.path).query))
         given = self._handler.headers.get("Last-Event-ID") or query.get("last_event_id")
         if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
-            error = (
-                f"Last-Event-ID: Input should be the id of an event, a number; found {given[:50]!r}"
+            raise StatusError(
+                400,
+                "Last-Event-ID: Input should be the id of an event, a number; found "
+                f"{given[:50]!r}",
             )
-            self._handler.send_json(400, {"error": error})
-            return
         if self._handler.command == "HEAD":
             self._handler.start_stream("text/event-stream")
             return
@@ -56,14 +57,9 @@ class EventsEndpoint:
         )
         if place is None:
             most = self._access.config.event_readers
-            self._handler.send_json(
-                503,
-                {
-                    "error": f"{most} clients already read events. Try again when one of them has "
-                    "ended."
-                },
+            raise StatusError(
+                503, f"{most} clients already read events. Try again when one of them has ended."
             )
-            return
         try:
             self._handler.start_stream("text/event-stream")
             reader = EventReader(

@@ -64,13 +64,14 @@ class ModelFigures:
 class Figure:
     """A metric of each model, or of the server.
 
+    `read`: of a model or the server; or the name of an attribute of ModelCounts.
     `labels`: its own; those of models have vLLM's model_name too.
     """
 
     kind: Literal["gauge", "counter", "histogram"]
     name: str
     help: str
-    read: Callable[[Any], Values]
+    read: str | Callable[[Any], Values]
     labels: tuple[str, ...] = ()
 
     def family(self, subjects: Iterable[tuple[str, Any]], label: str) -> Metric:
@@ -79,7 +80,8 @@ class Figure:
             self.name, self.help, labels=[*([label] if label else ()), *self.labels]
         )
         for name, subject in subjects:
-            values = self.read(subject)
+            read = self.read
+            values = getattr(subject.counts, read) if isinstance(read, str) else read(subject)
             # A copy: the generation thread may add a name meanwhile.
             by_label = (
                 dict(values)
@@ -97,11 +99,6 @@ class Figure:
                 else:
                     family.add_metric(labels, float(value))  # type: ignore[attr-defined]
         return family
-
-
-def count_of(name: str) -> Callable[[ModelFigures], Values]:
-    """The figure that is this attribute of ModelCounts."""
-    return lambda m: getattr(m.counts, name)
 
 
 def by_group(name: str) -> Callable[[ModelFigures], Values]:
@@ -160,13 +157,13 @@ OF_MODELS: tuple[Figure, ...] = (
         "gauge",
         "vllm:num_requests_running",
         "Requests that have their caches.",
-        count_of("num_running"),
+        "num_running",
     ),
     Figure(
         "gauge",
         "vllm:num_requests_waiting",
         "Requests that wait to start or to continue.",
-        count_of("num_waiting"),
+        "num_waiting",
     ),
     Figure(
         "gauge",
@@ -178,7 +175,7 @@ OF_MODELS: tuple[Figure, ...] = (
         "counter",
         "vllm:prefix_cache_queries",
         "Tokens of prompts that were looked up.",
-        count_of("prompt_tokens"),
+        "prompt_tokens",
     ),
     Figure(
         "counter",
@@ -196,58 +193,58 @@ OF_MODELS: tuple[Figure, ...] = (
         "counter",
         "vllm:prompt_tokens",
         "Tokens of the prompts of started requests.",
-        count_of("prompt_tokens"),
+        "prompt_tokens",
     ),
     Figure(
         "counter",
         "vllm:generation_tokens",
         "Tokens that were generated.",
-        count_of("generated_tokens"),
+        "generated_tokens",
     ),
     Figure(
         "counter",
         "vllm:spec_decode_num_draft_tokens",
         "Tokens that were drafted, by source.",
-        count_of("drafted"),
+        "drafted",
         ("source",),
     ),
     Figure(
         "counter",
         "vllm:spec_decode_num_accepted_tokens",
         "Drafted tokens that were accepted, by source.",
-        count_of("accepted"),
+        "accepted",
         ("source",),
     ),
     Figure(
         "counter",
         "vllm:request_success",
         "Requests that have ended: stop, length, abort or error.",
-        count_of("ended"),
+        "ended",
         ("finished_reason",),
     ),
     Figure(
         "histogram",
         "vllm:time_to_first_token_seconds",
         "From a request's arrival to its first token.",
-        count_of("first_token"),
+        "first_token",
     ),
     Figure(
         "histogram",
         "vllm:inter_token_latency_seconds",
         "Between two tokens of a request.",
-        count_of("between_tokens"),
+        "between_tokens",
     ),
     Figure(
         "histogram",
         "vllm:e2e_request_latency_seconds",
         "From a request's arrival to its end.",
-        count_of("whole"),
+        "whole",
     ),
     Figure(
         "histogram",
         "vllm:request_queue_time_seconds",
         "From a request's arrival to its start.",
-        count_of("queued"),
+        "queued",
     ),
     Figure(
         "gauge",
@@ -295,47 +292,47 @@ OF_MODELS: tuple[Figure, ...] = (
         "counter",
         "blockpool_hit_tokens",
         "Cached tokens of prompts by the tier that had them.",
-        count_of("hits"),
+        "hits",
         ("tier",),
     ),
     Figure(
         "counter",
         "blockpool_misses",
         "Requests of which not all was cached, by cause.",
-        count_of("misses"),
+        "misses",
         ("cause",),
     ),
     Figure(
         "counter",
         "blockpool_missed_tokens",
         "Tokens of prompts to compute, by cause.",
-        count_of("missed_tokens"),
+        "missed_tokens",
         ("cause",),
     ),
     Figure(
         "counter",
         "blockpool_swaps",
         "Sequences preempted (out) and resumed (in).",
-        count_of("swaps"),
+        "swaps",
         ("direction",),
     ),
     Figure(
         "counter",
         "blockpool_restores",
         "Restores from disk that have ended.",
-        count_of("num_restores"),
+        "num_restores",
     ),
     Figure(
         "counter",
         "blockpool_restored_tokens",
         "Tokens that were restored from disk.",
-        count_of("restored_tokens"),
+        "restored_tokens",
     ),
     Figure(
         "counter",
         "blockpool_restored_bytes",
         "Bytes that were restored from disk.",
-        count_of("restored_bytes"),
+        "restored_bytes",
     ),
     Figure(
         "counter",
@@ -380,26 +377,26 @@ OF_MODELS: tuple[Figure, ...] = (
         "histogram",
         "blockpool_step_seconds",
         "Seconds of a step: a chunk of prefill, or one of decode.",
-        count_of("steps"),
+        "steps",
         ("kind",),
     ),
     Figure(
         "counter",
         "blockpool_forced_tokens",
         "Generated tokens that forms forced.",
-        count_of("forced_tokens"),
+        "forced_tokens",
     ),
     Figure(
         "counter",
         "blockpool_jumps",
         "Times that tokens forced by a form were computed together.",
-        count_of("jumps"),
+        "jumps",
     ),
     Figure(
         "counter",
         "blockpool_verifications",
         "Forwards that verified drafts.",
-        count_of("verifications"),
+        "verifications",
     ),
     Figure("gauge", "blockpool_agents", "Agents with a cached turn.", agents),
     Figure(
