@@ -79,10 +79,8 @@ def _export(args: argparse.Namespace) -> Report:
 def _import(args: argparse.Namespace) -> Report:
     from .cache_file import StoredModel, import_file
 
-    root, size = (
-        args.store_dir or default_folder(),
-        args.store_bytes and parse_bytes(args.store_bytes),
-    )
+    root = args.store_dir or default_folder()
+    size = args.store_bytes and parse_bytes(args.store_bytes)
     return import_file(
         StoredModel(args.model, root, args.adapter_path, size, kv_bits_of(args)),
         args.file,

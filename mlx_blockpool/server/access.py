@@ -140,10 +140,8 @@ class AccessPolicy:
             )
 
     def _check_headers(self, headers: Any) -> None:
-        size, most = (
-            sum(len(name) + len(value) for name, value in headers.items()),
-            self.config.max_header_bytes,
-        )
+        size = sum(len(name) + len(value) for name, value in headers.items())
+        most = self.config.max_header_bytes
         if headers.get_unixfrom() or any(
             isinstance(defect, NO_HEADERS) for defect in headers.defects
         ):
@@ -481,16 +479,14 @@ def own_figures(owner: str | None, report: Json) -> Json:
     """The figures of GET /v1/cache with the owner's agents alone."""
     if owner is None:
         return report
-    own = {
-        own_name(name): figures
-        for name, figures in (report.get("agents") or {}).items()
-        if belongs(name, owner)
-    }
-    models = {
-        name: own_figures(owner, model) for name, model in (report.get("models") or {}).items()
-    }
-    return (
-        report
-        | ({"agents": own} if "agents" in report else {})
-        | ({"models": models} if models else {})
-    )
+    found = report.copy()
+    if "agents" in report:
+        agents = (report["agents"] or {}).items()
+        found["agents"] = {
+            own_name(name): figures for name, figures in agents if belongs(name, owner)
+        }
+    if report.get("models"):
+        found["models"] = {
+            name: own_figures(owner, model) for name, model in report["models"].items()
+        }
+    return found

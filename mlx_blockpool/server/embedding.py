@@ -102,10 +102,8 @@ def embed(scope: Any, key: ModelKey, texts: list[list[int]], size: int | None) -
     """
     generator, connection = scope.generator, scope.connection
     with _in_use(scope, key) as served:
-        pooling, most = (
-            pooling_of(served.provider.folder),
-            served.capacity() or EngineConfig.endless_tokens,
-        )
+        pooling = pooling_of(served.provider.folder)
+        most = served.capacity() or EngineConfig.endless_tokens
         for tokens in texts:
             _check_length(tokens, served.positions, most)
         if size is not None:

@@ -216,11 +216,9 @@ class Forms:
         if not tokens.parser:
             # What this model writes is text: no call can break its schema.
             return None
-        salt, spelling, failed = (
-            request.options.salt,
-            request.prepared.call_spelling,
-            FormError("it has no tools", "tools"),
-        )
+        salt = request.options.salt
+        spelling = request.prepared.call_spelling
+        failed = FormError("it has no tools", "tools")
         for tools in dict.fromkeys((request.held, loosened(request.held))):
             try:
                 grammar = call_grammar(tokens.parser, tools, tokens.vocabulary, spelling, extent)

@@ -408,11 +408,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _choose(self, served: LoadedModel) -> None:
         """Set the attributes by which mlx-lm's code finds the model."""
-        self.model, self.model_provider, self.prompt_cache = (
-            served,
-            served.provider,
-            served.sequential,
-        )
+        self.model = served
+        self.model_provider = served.provider
+        self.prompt_cache = served.sequential
 
     # -- requests ----------------------------------------------------------------------------------
 

@@ -112,10 +112,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self.response_generator = self.scope = RequestScope(self._generator, self.connection)
         self.access: AccessPolicy = self._generator.access
         config = self.access.config
-        self._incoming.stall, self._incoming.until = (
-            config.stall_seconds,
-            time.monotonic() + config.request_seconds,
-        )
+        self._incoming.stall = config.stall_seconds
+        self._incoming.until = time.monotonic() + config.request_seconds
         self.rfile, self.wfile = self._reader, self._outgoing
         self._share = BudgetShare(self.access.bodies)
         self._outgoing.begin()
@@ -215,10 +213,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 503,
                 f"The server already has {most} connections. Try again when one of them has ended.",
             )
-        self.scope.owner, self.scope.page = (
-            self.access.owner(self.headers),
-            self.access.foreign_page(self.headers),
-        )
+        self.scope.owner = self.access.owner(self.headers)
+        self.scope.page = self.access.foreign_page(self.headers)
         self.access.check(self.command, self.route, self.headers)
         self.access.check_body(self.route, self.headers)
 

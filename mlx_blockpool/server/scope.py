@@ -235,10 +235,8 @@ class RequestScope:
         Raises StatusError as check_model().
         """
         self.check_model(key)
-        options, served = (
-            self.options,
-            None if key is None else self.generator.registry.loaded.get(key),
-        )
+        options = self.options
+        served = None if key is None else self.generator.registry.loaded.get(key)
         options.priority, options.may_pin, options.may_load = 0, False, False
         options.keep_seconds = None if served is None else served.idle_seconds
         if page.nonce:

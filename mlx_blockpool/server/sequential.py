@@ -133,10 +133,8 @@ class DraftedPrefix:
         if second.lookup.hit != first.lookup.hit:
             # Its pool can hold the prompt, but not in addition to the cached part of it.
             self.discard([*first.caches, *second.caches])
-            first, second = (
-                self.prefix.acquire(tokens, max_tokens, 0, salt),
-                self.draft.acquire(tokens, max_tokens, 0, salt),
-            )
+            first = self.prefix.acquire(tokens, max_tokens, 0, salt)
+            second = self.draft.acquire(tokens, max_tokens, 0, salt)
         # Neither has checkpoints: the draft's cached prefix was the shorter one.
         is_draft_shorter = first.lookup.cause == "no checkpoint"
         lookup = (
@@ -226,11 +224,9 @@ def serve_alone(generator: Any, served: Any, reply: Reply, stream: mx.Stream) ->
     Reserves what a draft writes and rolls back, too.
     """
     cache = served.sequential
-    cache.max_tokens, cache.lookup, cache.salt = (
-        reply.args.max_tokens,
-        None,
-        reply.request.options.salt,
-    )
+    cache.max_tokens = reply.args.max_tokens
+    cache.lookup = None
+    cache.salt = reply.request.options.salt
     queue = SequentialReply(reply, cache, generator.health.mark, served.explain)
     compiled = reply.request.compiled
     serve = (

@@ -188,12 +188,10 @@ def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str] 
         return model.model_validate(value)
     except ValidationError as error:
         first: Any = error.errors(include_url=False)[0]
-    places, context, kind, message = (
-        first["loc"],
-        first.get("ctx", {}),
-        first["type"],
-        str(first["msg"]),
-    )
+    places = first["loc"]
+    context = first.get("ctx", {})
+    kind = first["type"]
+    message = str(first["msg"])
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         places += (context["discriminator"].strip("'()"),)
         message = "Field required"

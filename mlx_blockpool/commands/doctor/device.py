@@ -18,7 +18,7 @@ from typing import IO, Any
 from ...formatting import human_bytes
 from ...model_files.device import memory_bytes
 from ...store.paths import default_folder
-from .finding import Finding
+from .finding import Finding, State
 
 PREFIX, TAIL, MEMBERS = 1024, 64, 8
 STEPS, ROUNDS = 4, 3
@@ -38,21 +38,20 @@ def device() -> list[Finding]:
     info = {key: value for key, value in mx.device_info().items() if isinstance(value, str | int)}
     name, memory = str(info.get("device_name", mx.default_device())), memory_bytes()
     text = f"{name}: {human_bytes(memory)} for models and pools together."
-    found = [Finding("device", "ok", text, figures={"memory_bytes": memory, **info})]
     recommended = info.get("max_recommended_working_set_size")
-    if not mx.metal.is_available() or not isinstance(recommended, int):
-        return [
-            *found,
-            Finding(
-                "wired limit", "note", "This device wires no memory: --wired-limit has no effect."
-            ),
-        ]
-    text = f"macOS may wire {human_bytes(recommended)}, which --wired-limit auto uses."
-    advice = (
-        "Larger models need a larger limit: sudo sysctl iogpu.wired_limit_mb=N. --wired-limit off "
-        "after kernel panics."
+    wired = Finding(
+        "wired limit", "note", "This device wires no memory: --wired-limit has no effect."
     )
-    return [*found, Finding("wired limit", "ok", text, advice, {"recommended_bytes": recommended})]
+    if mx.metal.is_available() and isinstance(recommended, int):
+        wired = Finding(
+            "wired limit",
+            "ok",
+            f"macOS may wire {human_bytes(recommended)}, which --wired-limit auto uses.",
+            "Larger models need a larger limit: sudo sysctl iogpu.wired_limit_mb=N. --wired-limit "
+            "off after kernel panics.",
+            {"recommended_bytes": recommended},
+        )
+    return [Finding("device", "ok", text, figures={"memory_bytes": memory, **info}), wired]
 
 
 def decode() -> list[Finding]:
@@ -135,15 +134,14 @@ def _chosen(engine: Any, arena: Any) -> str:
 
 
 def _copies(copies: bool) -> Finding:
+    text = "Decode steps overlap and copy no slab."
     if copies:
         text = (
             "A decode step that is encoded while another runs would copy slabs: steps run one at "
             "a time here."
         )
-        return Finding("steps in flight", "note", text, figures={"copies": True})
-    return Finding(
-        "steps in flight", "ok", "Decode steps overlap and copy no slab.", figures={"copies": False}
-    )
+    state: State = "note" if copies else "ok"
+    return Finding("steps in flight", state, text, figures={"copies": copies})
 
 
 def _kernel(refusals: dict[int, str], has_kernels: bool) -> Finding:

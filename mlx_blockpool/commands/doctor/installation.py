@@ -22,7 +22,7 @@ from ...formatting import human_bytes
 from ...model_files.device import mlx_problem
 from ...store.paths import check_usable, default_folder
 from .. import patch, store
-from .finding import Finding
+from .finding import Finding, State
 
 PACKAGE = "mlx-blockpool"
 HOST = "127.0.0.1"
@@ -44,10 +44,10 @@ def versions() -> list[Finding]:
     }
     shown = ", ".join(f"{name} {figures[name]}" for name in (PACKAGE, "python", "mlx", "mlx-lm"))
     if not wrong:
-        return [
-            Finding("versions", "ok", f"{shown}, on {figures['system']}.", figures=figures),
-            *_imports(),
-        ]
+        found_all = Finding("versions", "ok", f"{shown}, on {figures['system']}.", figures=figures)
+        # mlx can be imported, and mlx-lm has every name that the package imports from it.
+        problem = mlx_problem()
+        return [found_all, _names() if problem is None else Finding("mlx", "problem", *problem)]
     texts = [
         f"{each.name} {found[each.name] or 'is missing'}, needed {each.specifier or 'any'}"
         for each in wrong
@@ -73,14 +73,6 @@ def _version(name: str) -> str | None:
 
 def _fits(needed: Requirement, version: str | None) -> bool:
     return version is not None and needed.specifier.contains(version, prereleases=True)
-
-
-def _imports() -> list[Finding]:
-    """Check that mlx can be imported, and that mlx-lm has every name that the package imports
-    from it.
-    """
-    problem = mlx_problem()
-    return [_names()] if problem is None else [Finding("mlx", "problem", *problem)]
 
 
 def _names() -> Finding:
@@ -129,22 +121,15 @@ def store_state(folder: Path | None) -> list[Finding]:
     existing = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     figures = {"folder": str(root), "free_bytes": free}
-    if not root.is_dir():
-        return [
-            Finding(
-                "store", "ok", f"{root} does not exist yet; the server creates it.", figures=figures
-            ),
-            _space(free),
-        ]
-    report = store.check(root)
-    figures |= {key: report[key] for key in ("records", "bytes", "clean")}
-    text = store.describe_check(report).splitlines()[-1]
-    if report["clean"]:
-        return [Finding("store", "ok", f"{root}: {text}", figures=figures), _space(free)]
-    return [
-        Finding("store", "warning", f"{root}: {text}", "mlx-blockpool store check --fix", figures),
-        _space(free),
-    ]
+    state: State = "ok"
+    text, advice = f"{root} does not exist yet; the server creates it.", ""
+    if root.is_dir():
+        report = store.check(root)
+        figures |= {key: report[key] for key in ("records", "bytes", "clean")}
+        text = f"{root}: {store.describe_check(report).splitlines()[-1]}"
+        if not report["clean"]:
+            state, advice = "warning", "mlx-blockpool store check --fix"
+    return [Finding("store", state, text, advice, figures), _space(free)]
 
 
 def _space(free: int) -> Finding:
@@ -171,33 +156,17 @@ def port_state(port: int) -> list[Finding]:
             probe.bind((HOST, port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                return [
-                    Finding(
-                        "port",
-                        "problem",
-                        f"Cannot listen on port {port}: {error}.",
-                        "Choose another: --port N.",
-                    )
-                ]
+                text = f"Cannot listen on port {port}: {error}."
+                return [Finding("port", "problem", text, "Choose another: --port N.")]
         else:
             return [Finding("port", "ok", f"Port {port} is free.", figures={"port": port})]
-    if _is_ours(port):
-        text = f"A server of mlx-blockpool answers on port {port}."
-        return [
-            Finding(
-                "port",
-                "note",
-                text,
-                f"mlx-blockpool top --url http://{HOST}:{port}",
-                {"port": port},
-            )
-        ]
+    state: State = "problem"
     text = f"Another program uses port {port}."
-    return [
-        Finding(
-            "port", "problem", text, f"Give serve another one: --port {port + 1}", {"port": port}
-        )
-    ]
+    advice = f"Give serve another one: --port {port + 1}"
+    if _is_ours(port):
+        state, text = "note", f"A server of mlx-blockpool answers on port {port}."
+        advice = f"mlx-blockpool top --url http://{HOST}:{port}"
+    return [Finding("port", state, text, advice, {"port": port})]
 
 
 def _is_ours(port: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ...formatting import human_bytes
 from ...model_files import modelfile
 from ...model_files.device import memory_bytes
-from .finding import Finding
+from .finding import Finding, State
 
 # Tokens of each prompt, whose first block is full; of each reply; and of the prefix that the
 # prompts share.
@@ -39,21 +39,15 @@ def files(model: str) -> list[Finding]:
         f"{model} ({found.model_type}): weights {size}, an agent of 8k tokens "
         f"{human_bytes(per_agent)}."
     )
+    state: State = "ok"
+    advice = f"mlx-blockpool plan --model {model} says how many agents fit."
     if weights.bytes is not None and weights.bytes + per_agent > memory:
+        state = "problem"
         advice = (
             "Take a smaller or more quantised model: this machine gives a model "
             f"{human_bytes(memory)}."
         )
-        return [Finding("model", "problem", text, advice, figures)]
-    return [
-        Finding(
-            "model",
-            "ok",
-            text,
-            f"mlx-blockpool plan --model {model} says how many agents fit.",
-            figures,
-        )
-    ]
+    return [Finding("model", state, text, advice, figures)]
 
 
 def against_stock(model: str) -> list[Finding]:
@@ -121,17 +115,13 @@ def _compared(
         f"Served {how}; {equal} of {total} greedy tokens are mlx-lm's, and log-probabilities "
         f"differ by at most {gap:.1e}."
     )
+    state: State = "ok"
+    advice = ""
     if gap > tolerance:
+        state = "problem"
         advice = (
             "Report this line with the model's name: the pool must compute what mlx-lm computes."
         )
-        return Finding("against mlx-lm", "problem", text, advice, figures)
-    if equal < total:
-        return Finding(
-            "against mlx-lm",
-            "note",
-            text,
-            "A near tie was decided the other way: sums have another order.",
-            figures,
-        )
-    return Finding("against mlx-lm", "ok", text, figures=figures)
+    elif equal < total:
+        state, advice = "note", "A near tie was decided the other way: sums have another order."
+    return Finding("against mlx-lm", state, text, advice, figures)

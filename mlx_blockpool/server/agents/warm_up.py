@@ -111,11 +111,9 @@ class WarmUp:
                 if not self._generator.generation_available():
                     break
                 continue
-            self._done, self._tokens, self._cached = (
-                self._done + 1,
-                self._tokens + tokens,
-                self._cached + cached,
-            )
+            self._done += 1
+            self._tokens += tokens
+            self._cached += cached
             log.info(
                 "warm-up %d of %d: %d tokens, %d of them cached",
                 number,

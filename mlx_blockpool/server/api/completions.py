@@ -139,10 +139,8 @@ class TextRenderer(ChoiceRenderer):
         """
         if isinstance(self._parsed.body.logprobs, bool):
             return {"content": entries}
-        start, self._written = (
-            self._written,
-            self._written + sum(len(entry["token"]) for entry in entries),
-        )
+        start = self._written
+        self._written += sum(len(entry["token"]) for entry in entries)
         return in_lists(entries, start)
 
 
@@ -224,10 +222,8 @@ class CompletionsEndpoint(Endpoint):
         if not parsed.request.prediction:
             return usage
         predictions = parsed.request.predictions
-        accepted, rejected = (
-            sum(each.accepted for each in predictions),
-            sum(each.rejected for each in predictions),
-        )
+        accepted = sum(each.accepted for each in predictions)
+        rejected = sum(each.rejected for each in predictions)
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         return {**usage, "completion_tokens_details": details}
 

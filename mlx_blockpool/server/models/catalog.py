@@ -97,16 +97,12 @@ class Catalog:
         models that are not allowed.
         """
         default, *hidden = self.default or [None]
-        if self._config.allowed is not None:
-            return [
-                id for id, model in self.ids().items() if model == default or model not in hidden
-            ]
-        found = [
-            id
-            for id, model in self.ids().items()
-            if model == default or model not in (*hidden, *BUNDLED)
-        ]
-        return list(dict.fromkeys([*found, *downloaded()]))
+        others: list[str] = []
+        if self._config.allowed is None:
+            hidden += BUNDLED
+            others = downloaded()
+        found = [id for id, model in self.ids().items() if model == default or model not in hidden]
+        return list(dict.fromkeys([*found, *others]))
 
     def may_download(self, model: str) -> bool:
         """Return whether a model may be downloaded: any by an option, and those that the server

@@ -152,10 +152,8 @@ class Replica:
         From then on rank 0 can wake the others, if they can connect.
         """
         config = self._config
-        engine, pool = (
-            replace(config.engine, wired_bytes=None),
-            replace(config.pool, pool_bytes=None),
-        )
+        engine = replace(config.engine, wired_bytes=None)
+        pool = replace(config.pool, pool_bytes=None)
         versions = __version__, installed(), mx.__version__  # type: ignore[attr-defined]
         if not self._is_common(
             repr(

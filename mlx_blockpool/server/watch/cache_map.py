@@ -49,10 +49,9 @@ class ServerSnapshot:
         self.job = Job(self._read(generator))
 
     def _read(self, generator: Any) -> Steps[None]:
-        registry = generator.registry
-        self.requests = requests_of(registry)
-        for served in list(registry.loaded.values()):
-            name = registry.catalog.id_of(served.key.model)
+        self.requests = requests_of(generator.registry)
+        for served in list(generator.registry.loaded.values()):
+            name = served.events.model
             running = [
                 each for each in self.requests if each.model == name and each.tables is not None
             ]
@@ -86,7 +85,7 @@ class CacheMaps:
                 self._changing.release()
         last, requests, used = self._last, self._requests, self._generator.model
         by_model = {} if last is None else last.by_model
-        last_used = "" if used is None else self._generator.registry.catalog.id_of(used.key.model)
+        last_used = "" if used is None else used.events.model
         found = by_model.get(model or last_used) or next(iter(by_model.values()), None)
         return {
             "model": None if found is None else found.model,

@@ -283,10 +283,8 @@ class PublishedBlocks:
         whole = sum(len(edge) == EDGE_BYTES for edge in change.edges)
         if change.salt != SHARED or not whole:
             return []
-        hashes, tokens = (
-            change.hashes[:whole],
-            [token for edge in change.edges[:whole] for token in decode(edge)],
-        )
+        hashes = change.hashes[:whole]
+        tokens = [token for edge in change.edges[:whole] for token in decode(edge)]
         self._published[change.tier].update(hashes)
         return [
             {

@@ -256,26 +256,34 @@ def requests_of(registry: ModelRegistry) -> list[RequestState]:
     """
     found = []
     for served in registry.loaded.values():
-        model, engine = registry.catalog.id_of(served.key.model), served.engine
-        waiting = [] if engine is None else list(engine.scheduler.waiting)
-        for sequence in [] if engine is None else [*engine.live, *waiting]:
-            found.append(
-                _of_sequence(sequence, served.live.get(sequence.uid), model, sequence in waiting)
-            )
-    for entry in list(registry.queue):
+        if (engine := served.engine) is not None:
+            waiting = list(engine.scheduler.waiting)
+            found += [
+                _of_sequence(served, sequence, sequence in waiting)
+                for sequence in [*engine.live, *waiting]
+            ]
+    for entry in registry.queue:
         if isinstance(entry.item, Reply):
-            state = "waiting" if entry.item.sequence is None else "preempted"
-            _, seconds = _explained(entry.item)
-            request, most = entry.item.request, entry.item.args.max_tokens
-            model, prompt = registry.catalog.id_of(entry.key.model), len(request.prepared.tokens)
+            request = entry.item.request
             found.append(
-                RequestState(request.options.name, model, state, prompt, None, 0, 0, most, seconds)
+                RequestState(
+                    request.options.name,
+                    registry.catalog.id_of(entry.key.model),
+                    "waiting" if entry.item.sequence is None else "preempted",
+                    len(request.prepared.tokens),
+                    None,
+                    0,
+                    0,
+                    entry.item.args.max_tokens,
+                    _explained(entry.item)[1],
+                )
             )
     return found
 
 
-def _of_sequence(sequence: Sequence, reply: Reply | None, model: str, waits: bool) -> RequestState:
-    prompt, (explained, seconds) = len(sequence.request.tokens), _explained(reply)
+def _of_sequence(served: LoadedModel, sequence: Sequence, waits: bool) -> RequestState:
+    prompt = len(sequence.request.tokens)
+    explained, seconds = _explained(served.live.get(sequence.uid))
     state = "prefill" if sequence.in_prefill and sequence.is_new else "decode"
     if waits:
         is_restoring = explained is not None and explained.state == "restoring"
@@ -284,7 +292,7 @@ def _of_sequence(sequence: Sequence, reply: Reply | None, model: str, waits: boo
     tables = [] if blocks is None else [list(table.ids) for table in blocks.tables]
     return RequestState(
         sequence.request.name,
-        model,
+        served.events.model,
         state,
         prompt,
         None if explained is None else explained.cached_tokens,
@@ -300,9 +308,7 @@ def _explained(reply: Reply | None) -> tuple[Any, float | None]:
     """The explanation of a request, and for how many seconds it has been here; None for one that
     is not explained.
     """
-    explained = None if reply is None else reply.request.explained
-    return (
-        (None, None)
-        if explained is None
-        else (explained.now, round(time.time() - explained.now.time, 1))
-    )
+    if reply is None or reply.request.explained is None:
+        return None, None
+    now = reply.request.explained.now
+    return now, round(time.time() - now.time, 1)
