@@ -99,7 +99,7 @@ class Catalog:
         default, *hidden = self.default or [None]
         others: list[str] = []
         if self._config.allowed is None:
-            hidden += BUNDLED
+            hidden = [*hidden, *BUNDLED]
             others = downloaded()
         found = [id for id, model in self.ids().items() if model == default or model not in hidden]
         return list(dict.fromkeys([*found, *others]))
