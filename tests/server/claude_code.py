@@ -212,11 +212,17 @@ class Window:
         self.replies.append(reply)
         return reply
 
-    def main_body(self) -> Block:
+    def main_body(self, without: int = 0) -> Block:
+        """The next main request, or that before the last `without` messages.
+
+        Its last message is another one in each request.
+        """
+        messages = self.messages[: len(self.messages) - without]
+        left = text(f"<total_tokens>{190_000 - 3_217 * len(messages)} tokens left</total_tokens>")
         return self._body(
             [text(IDENTITY) | EPHEMERAL, text(INSTRUCTIONS) | EPHEMERAL],
             [tool(name) for name in NAMES],
-            self.messages,
+            [*messages, {"role": "system", "content": [left]}],
         )
 
     def sub_agent(self, number: int) -> list[Reply]:

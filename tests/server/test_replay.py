@@ -124,10 +124,11 @@ def test_each_prompt_begins_with_the_one_before_and_its_reply(style: str) -> Non
         messages = [*messages, Replayed(reply, tokens), answer]
         before, built = (
             [*prompt, *tokens[:-1]],
-            Replay(Template(tokenizer, TOOLS, {}), messages).tokens(),
+            Replay(Template(tokenizer, TOOLS, {}), messages).tokens(messages),
         )
         assert built is not None
-        prompt, opening = built
+        prompt, ends = built
+        (opening,) = ends
         assert prompt[: len(before)] == before
         assert own(messages)[: len(before)] != before, "the template alone would do"
         closed = tokenizer.decode(prompt[opening:])
@@ -141,12 +142,12 @@ def test_without_replies_and_where_the_template_shows_none_its_own_prompt_has_to
         {"role": "user", "content": "Is it?"},
         {"role": "assistant", "content": "Yes."},
     ]
-    assert Replay(Template(plain, None, {}), said).tokens() is None
+    assert Replay(Template(plain, None, {}), said).tokens(said) is None
     replied = [said[0], Replayed(said[1], [1, 2])]
     silent = tokenizer_of(
         "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", ["<|im_end|>"]
     )
-    assert Replay(Template(silent, None, {}), replied).tokens() is None
+    assert Replay(Template(silent, None, {}), replied).tokens(replied) is None
 
 
 def test_a_message_keeps_its_tokens_on_its_way_to_a_worker() -> None:
@@ -176,12 +177,12 @@ def test_of_a_known_conversation_only_the_last_turn_is_rendered(
             {"role": "user", "content": f"Sure, {turn}?"},
         ]
         before = len(rendered)
-        found = Replay(Template(tokenizer, TOOLS, {}), messages, known).tokens()
+        found = Replay(Template(tokenizer, TOOLS, {}), messages, known).tokens(messages)
         assert len(rendered) - before <= 4
-        assert found == Replay(Template(tokenizer, TOOLS, {}), messages).tokens()
+        assert found == Replay(Template(tokenizer, TOOLS, {}), messages).tokens(messages)
         other = [{"role": "user", "content": "Is it not?"}, *messages[1:]]
-        assert Replay(Template(tokenizer, TOOLS, {}), other, known).tokens() == (
-            Replay(Template(tokenizer, TOOLS, {}), other).tokens()
+        assert Replay(Template(tokenizer, TOOLS, {}), other, known).tokens(other) == (
+            Replay(Template(tokenizer, TOOLS, {}), other).tokens(other)
         )
 
 

@@ -1,19 +1,21 @@
 """Cache breakpoints of a chat's prompt: those of its client, and the checkpoints of models with
 windows or states.
 
-Such models can resume only at a checkpoint: after the system prompt and tools, and after the last
-message. Positions are found by rendering the template again, so that they are right for any
+Such models can resume only at a checkpoint: after the system prompt and tools, after the
+conversation, and after what clients replace at its end in each turn, system messages and
+reminders. Positions are found by rendering the template again, so that they are right for any
 template, also where the last message is a tool's result.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...hooks import SYSTEM, Message
+from ...hooks import SYSTEM, Message, is_text, parts_of
 from ...prefix.trie import common_prefix
 from .templates import REFUSED, Template
 
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 SECONDS = {"5m": 300, "1h": 3600}
 # Some templates refuse a chat without a user's message.
 EMPTY: Message = {"role": "user", "content": ""}
+# A part of the user's message such as <system-reminder>, or what separates it from others.
+REMINDER = re.compile(r"\s*(<([\w-]+)>.*</\2>\s*)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -64,18 +68,43 @@ def seconds_of(marked: Mapping[str, Any]) -> int:
     return SECONDS.get(ttl, 0) if isinstance(ttl, str) else 0
 
 
+def without_reminders(messages: list[Message]) -> list[Message]:
+    """A chat without the system messages and reminders at its end."""
+    end = len(messages)
+    while end and messages[end - 1].get("role") in SYSTEM:
+        end -= 1
+    if not end:
+        return messages
+    *before, last = messages[:end]
+    parts = parts_of(last.get("content")) if last.get("role") == "user" else []
+    kept = len(parts)
+    while kept and is_text(part := parts[kept - 1]) and REMINDER.fullmatch(part["text"]):
+        kept -= 1
+    if kept < len(parts):
+        if kept:
+            return [*before, {**last, "content": parts[:kept]}]
+        if before and before[-1].get("role") in ("tool", "user"):
+            return before
+    return messages[:end]
+
+
 def checkpoint_positions(
-    template: Template, prompt: list[int], messages: list[Message]
+    template: Template, prompt: list[int], messages: list[Message], so_far: list[Message]
 ) -> list[tuple[int, str]]:
     """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too; none
     without a template.
+
+    `so_far`: the chat without reminders.
     """
     if not template.tokenizer.has_chat_template:
         return []
     leading = next(
         (i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), len(messages)
     )
-    beginnings = [("user", messages)]
+    # Of the same kind, the later one would supersede what the next turn begins with.
+    beginnings = (
+        [("user", so_far)] if so_far == messages else [("assistant", messages), ("user", so_far)]
+    )
     if leading or template.tools:
         beginnings.append(("system", [*messages[:leading], EMPTY]))
     checkpoints = {}
@@ -90,17 +119,14 @@ def _end_of(template: Template, prompt: list[int], beginning: list[Message]) -> 
     """Count the tokens that a rendered beginning has in common with the prompt; 0 where the
     template does not take it.
     """
-    arguments = {**template.options, "tools": template.tools}
     try:
-        tokens = template.tokenizer.apply_chat_template(
-            beginning, add_generation_prompt=False, tokenize=True, **arguments
-        )
+        text = template.text(beginning, add_generation_prompt=False)
     except REFUSED as error:
         log.debug(
             "no breakpoint: the template does not take %d messages: %s", len(beginning), error
         )
         return 0
-    return common_prefix(list(tokens), prompt)
+    return common_prefix(template.tokenizer.encode(text, add_special_tokens=False), prompt)
 
 
 def breakpoint_positions(

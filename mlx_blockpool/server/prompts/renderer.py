@@ -23,7 +23,13 @@ from mlx_lm.utils import load_config
 from ...errors import RequestTooLargeError
 from ...hooks import Message
 from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content, rebind
-from .breakpoints import Breakpoint, breakpoint_positions, checkpoint_positions, message_breakpoints
+from .breakpoints import (
+    Breakpoint,
+    breakpoint_positions,
+    checkpoint_positions,
+    message_breakpoints,
+    without_reminders,
+)
 from .encoding import ReusingTokenizer
 from .job import PreparedImages, PreparedPrompt, PromptJob
 from .replay import KnownPieces, Replay
@@ -56,6 +62,7 @@ class PromptRenderer:
         if job.is_chat_request and not self.tokenizer.has_chat_template:
             process_message_content(job.messages)
         original = copy.deepcopy(job.messages)
+        so_far = without_reminders(original)
         try:
             tokenized = self._tokenize(job)
         except TemplateError as error:
@@ -64,17 +71,16 @@ class PromptRenderer:
                 raise
             log.debug("system messages inside of the conversation become the user's: %s", error)
             job.messages, original = lowered, copy.deepcopy(lowered)
+            so_far = without_later_system(so_far)
             tokenized = self._tokenize(job)
-        replayed = Replay(self._template(job), job.messages, self._pieces, job.salt).tokens()
+        replayed = Replay(self._template(job), job.messages, self._pieces, job.salt).tokens(so_far)
         if replayed is not None:
             tokenized = replayed[0], [replayed[0]], ["assistant"], *tokenized[3:]
         prepared = self._prepared(job, tokenized, begin, never)
-        self._find_breakpoints(job, original, prepared)
+        self._find_breakpoints(job, original, so_far, prepared)
         if replayed is not None and prepared.checkpoints is not None:
             # The template's own rendering of the chat parts from the prompt at its first reply.
-            prepared.checkpoints = sorted(
-                {**dict(prepared.checkpoints), replayed[1]: "user"}.items()
-            )
+            prepared.checkpoints = sorted((dict(prepared.checkpoints) | replayed[1]).items())
         return prepared
 
     def _tokenize(self, job: PromptJob) -> Any:
@@ -128,7 +134,11 @@ class PromptRenderer:
         return sample_call(self.tokenizer)
 
     def _find_breakpoints(
-        self, job: PromptJob, original: list[Message], prepared: PreparedPrompt
+        self,
+        job: PromptJob,
+        original: list[Message],
+        so_far: list[Message],
+        prepared: PreparedPrompt,
     ) -> None:
         breakpoints: list[Breakpoint] = [
             *(Breakpoint(None, tools, seconds) for tools, seconds in job.tool_breakpoints),
@@ -140,7 +150,7 @@ class PromptRenderer:
             )
         if job.checkpoints:
             prepared.checkpoints = checkpoint_positions(
-                self._template(job), prepared.tokens, job.messages
+                self._template(job), prepared.tokens, original, so_far
             )
 
     def _template(self, job: PromptJob) -> Template:

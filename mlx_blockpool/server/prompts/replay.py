@@ -71,8 +71,9 @@ class Replay:
             for token in self._tokenizer.eos_token_ids
         }
 
-    def tokens(self) -> tuple[list[int], int] | None:
-        """The prompt, and the number of its tokens before the reply's opening.
+    def tokens(self, so_far: list[Message]) -> tuple[list[int], dict[int, str]] | None:
+        """The prompt, and its checkpoints before the reply's opening: where the chat ends, and
+        `so_far`, without reminders.
 
         None if the template's prompt has to be used.
         """
@@ -82,31 +83,35 @@ class Replay:
         ):
             return None
         try:
-            return self._built()
+            return self._built(so_far)
         except (LookupError, TemplateError, ValueError, TypeError, AttributeError) as error:
             log.info(
                 "replies are not put back as they were sampled: %s: %s", type(error).__name__, error
             )
             return None
 
-    def _built(self) -> tuple[list[int], int]:
+    def _built(self, so_far: list[Message]) -> tuple[list[int], dict[int, str]]:
         shown: list[Message] = []
         tokens: list[int] = []
         last: Message | None = None
-        for message in self._messages:
+        start = 0  # of the messages after the last reply
+        for i, message in enumerate(self._messages, 1):
             if isinstance(message, Replayed):
+                start = i
                 tokens += self._piece(last, shown)
                 tokens += self._without_stop(message.tokens)
                 last = message = self._stand_in(message)
             shown.append(message)
             self._digest.update(repr(message).replace(self._word, "").encode("utf-8", "replace"))
-        opened, closed = (
-            self._encoded(
-                self._after(last, self._template.text(shown, add_generation_prompt=opens))
-            )
-            for opens in (True, False)
+        chats = [(shown, True), (shown, False)]
+        if so_far[start:] != self._messages[start:]:
+            chats.append(([*shown[:start], *so_far[start:]], False))
+        opened, *closed = (
+            self._encoded(self._after(last, self._template.text(chat, add_generation_prompt=opens)))
+            for chat, opens in chats
         )
-        return [*tokens, *opened], len(tokens) + common_prefix(opened, closed)
+        ends = [len(tokens) + common_prefix(opened, each) for each in closed]
+        return [*tokens, *opened], dict(zip(ends[::-1], ("user", "assistant"), strict=False))
 
     def _piece(self, last: Message | None, shown: Sequence[Message]) -> Sequence[int]:
         """The tokens from the reply before to the next one.
