@@ -345,19 +345,16 @@ def describe_check(report: Report) -> str:
     lines += [f"failed: {item['path']}: {item['reason']}" for item in report["failed"]]
     how = "to the last byte" if report["with_data"] else "by name, length and header"
     checked = f"Checked {records_text(report)} {how}: "
-    kinds = [("bad", "bad record"), ("orphans", "orphan"), ("leftovers", "leftover")]
-    counts = ", ".join(count(len(report[key]), word) for key, word in kinds)
-    if not any(report[key] for key in ("bad", "orphans", "leftovers", "failed")):
+    kinds = {"bad": "bad record", "orphans": "orphan", "leftovers": "leftover"}
+    counts = ", ".join(count(len(report[key]), word) for key, word in kinds.items())
+    if not any(report[key] for key in (*kinds, "failed")):
         end = "no problems."
     elif not report["fixed"]:
         end = f"{counts}. --fix moves bad records to quarantine and removes the others."
+    elif report["clean"]:
+        end = f"{counts}. Fixed."
     else:
-        fixed = (
-            "Fixed."
-            if report["clean"]
-            else f"{count(len(report['failed']), 'problem')} could not be fixed."
-        )
-        end = f"{counts}. {fixed}"
+        end = f"{counts}. {count(len(report['failed']), 'problem')} could not be fixed."
     return "\n".join([*lines, f"{checked}{end}"])
 
 

@@ -466,7 +466,7 @@ def _without_others(owner: str, report: Any) -> Any:
     found = {name: _without_others(owner, item) for name, item in report.items()}
     if "shown" in found:
         found["shown"] = found["shown"].removeprefix(f"{owner}/")
-    if "behind" in found and isinstance(found.get("agents"), list):
+    if "behind" in found:
         found["agents"] = [
             name.removeprefix(f"{owner}/")
             for name in found["agents"]

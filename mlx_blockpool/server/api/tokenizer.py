@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ...mlx_lm_compat import ModelDescription
 from ..bodies import InvalidRequestError
-from ..prompts.job import TokenizerJob, TokenizerResult, Wants
+from ..prompts.job import TokenizerJob, TokenizerResult
 from ..request import ChatRequest
 from ..validation import (
     Body,
@@ -98,14 +98,14 @@ class TokenizerEndpoint(Endpoint):
             )
             self._send({"tokens": self._convert(job, given).written["tokens"]})
             return
-        wants: Wants = "strings" if given.return_token_strs else "tokens"
-        adds = (
-            given.messages is None if given.add_special_tokens is None else given.add_special_tokens
-        )
         if given.messages is None:
-            job = TokenizerJob(parts=[given.prompt or ""], adds_special_tokens=adds, wants=wants)
+            job = TokenizerJob(parts=[given.prompt or ""])
         else:
-            job = self._chat(given, tokenizes=True, adds_special_tokens=adds, wants=wants)
+            job = self._chat(given)
+            job.tokenizes, job.adds_special_tokens = True, False
+        if given.add_special_tokens is not None:
+            job.adds_special_tokens = given.add_special_tokens
+        job.wants = "strings" if given.return_token_strs else "tokens"
         result = self._convert(job, given)
         positions = self._scope.generator.preparation.positions(given.description)
         self._send(
@@ -130,7 +130,7 @@ class TokenizerEndpoint(Endpoint):
         given = validated(TemplateBody, self._body())
         self._send({"prompt": self._convert(self._chat(given), given).written["text"]})
 
-    def _chat(self, given: ChatFields, **wanted: Any) -> TokenizerJob:
+    def _chat(self, given: ChatFields) -> TokenizerJob:
         """The job of a chat, which is checked and normalised as for a reply."""
         options = self._scope.cli_args
         template = given.chat_template_kwargs | (
@@ -146,7 +146,7 @@ class TokenizerEndpoint(Endpoint):
         if given.continue_final_message:
             switches["continue_final_message"] = True
         template = {**options.chat_template_args, **template, **switches}
-        return TokenizerJob(messages=messages, tools=request.tools, options=template, **wanted)
+        return TokenizerJob(messages=messages, tools=request.tools, options=template)
 
     def _convert(self, job: TokenizerJob, given: TokenizerBody) -> TokenizerResult:
         return self._scope.generator.preparation.convert(job, given.description)

@@ -81,22 +81,16 @@ class ModelsEndpoint:
 
     def figures(self) -> Json:
         """Everything about the models; sizes in bytes, times in seconds."""
-        registry, catalog, config, swap = (
-            self._registry,
-            self._catalog,
-            self._registry.config,
-            self._registry.swap,
-        )
-        swapped = (
-            [] if swap is None else [key for key in (swap.unload, swap.load) if key is not None]
-        )
-        keys = [
+        registry, catalog, config = self._registry, self._catalog, self._registry.config
+        swap = registry.swap
+        named = (
             *registry.loaded,
-            *swapped,
-            *(entry.key for entry in list(registry.queue)),
+            *((swap.unload, swap.load) if swap else ()),
+            *(entry.key for entry in registry.queue),
             *registry.failures,
-        ]
-        keys += [] if catalog.default is None else [catalog.default]
+            catalog.default,
+        )
+        keys = [key for key in named if key is not None]
         known = {part for key in keys for part in key}
         keys += [ModelKey(model) for model in catalog.allowed_models() if model not in known]
         return {
@@ -196,7 +190,7 @@ class ModelsEndpoint:
             **{name: id_of(part) for name, part in parts if part is not None},
             "state": self._state(key.model),
             "weights_bytes": registry.sizes.get(key) if model is None else model.weights_bytes,
-            "waiting": sum(entry.key == key for entry in list(registry.queue)),
+            "waiting": sum(entry.key == key for entry in registry.queue),
             "failure": None if failure is None or until < time.monotonic() else str(failure),
             **({} if loaded is None else _usage(loaded)),
         }
