@@ -58,7 +58,9 @@ Object = InstanceOf[Json]
 Int = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Count = Annotated[Int, Field(ge=0)]
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
+TopLogprobs = Annotated[Int, Field(ge=0, le=RequestConfig.top_logprobs)]
 List = Annotated[list[T], _FailFast()]
 Salt = Annotated[Text, Field(min_length=1, max_length=RequestConfig.salt_characters)]
 # Of the tokens of a vocabulary.
@@ -138,7 +140,7 @@ class Sampling(Serving):
 
     stream: bool = False
     model: Text = "default_model"
-    temperature: Annotated[Number, Field(ge=0)] | None = None
+    temperature: NotNegative | None = None
     top_p: Share | None = None
     top_k: Count | None = None
 
@@ -152,7 +154,7 @@ class AllSampling(Sampling):
     min_p: Share | None = None
     xtc_probability: Share = 0.0
     xtc_threshold: Share = 0.1
-    repetition_penalty: Annotated[Number, Field(ge=0)] = 0.0
+    repetition_penalty: NotNegative = 0.0
     repetition_context_size: Count = 20
     presence_penalty: Number = 0.0
     presence_context_size: Count = 20

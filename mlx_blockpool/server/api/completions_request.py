@@ -64,6 +64,8 @@ def _with_object(call: Any) -> Any:
 
 
 Message = Annotated[Object, AfterValidator(_has_role), AfterValidator(_with_arguments)]
+ChoiceCount = Annotated[Int, Field(ge=1, le=RequestConfig.choices)]
+Messages = Annotated[List[Message], Field(min_length=1)]
 
 
 def _is_count_or_flag(logprobs: Any) -> Any:
@@ -87,7 +89,7 @@ class CompletionBody(AllSampling):
     max_completion_tokens: Positive | None = None
     stop: TextOr[List[Text]] = ""
     chat_template_kwargs: Object | None = None
-    n: Annotated[Int, Field(ge=1, le=RequestConfig.choices)] = 1
+    n: ChoiceCount = 1
     response_format: ChatReplyFormat = PLAIN
     structured_outputs: StructuredOutputs = StructuredOutputs()
     guided_json: TextOr[Object] | None = None
@@ -131,7 +133,7 @@ class CompletionBody(AllSampling):
 
 class TextBody(CompletionBody):
     prompt: Text
-    best_of: Annotated[Int, Field(ge=1, le=RequestConfig.choices)] | None = None
+    best_of: ChoiceCount | None = None
     logprobs: Annotated[Any, AfterValidator(_is_count_or_flag)] = False
 
     @property
@@ -191,7 +193,7 @@ class PredictedContent(Body):
 
 
 class ChatBody(CompletionBody):
-    messages: Annotated[List[Message], Field(min_length=1)]
+    messages: Messages
     tools: list[Any] = Field(default=[])
     tool_choice: ToolChoice[NamedTool] = "auto"
     parallel_tool_calls: bool = True

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
-from ...config import WHAT_FITS, RequestConfig
+from ...config import WHAT_FITS
 from ...forms.output_format import OutputFormat
 from ..bodies import InvalidRequestError, Json
 from ..models.catalog import DEFAULT
@@ -25,12 +25,14 @@ from ..validation import (
     Count,
     Int,
     List,
+    NotNegative,
     Number,
     Object,
     Serving,
     Share,
     Text,
     TextOr,
+    TopLogprobs,
     generation_arguments,
     only,
     validated,
@@ -74,13 +76,13 @@ class Options(Body):
     """
 
     num_predict: Int | None = None
-    temperature: Annotated[Number, Field(ge=0)] | None = None
+    temperature: NotNegative | None = None
     top_p: Share | None = None
     top_k: Count | None = None
     min_p: Share | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: TextOr[List[Text]] = ""
-    repeat_penalty: Annotated[Number, Field(ge=0)] | None = None
+    repeat_penalty: NotNegative | None = None
     repeat_last_n: Annotated[Int, Field(ge=-1)] | None = None
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
@@ -129,7 +131,7 @@ class ReplyBody(Named, Serving):
     think: Think | None = None
     keep_alive: KeepAlive | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[Int, Field(ge=0, le=RequestConfig.top_logprobs)] = 0
+    top_logprobs: TopLogprobs = 0
 
     def form(self) -> OutputFormat | None:
         """The form of the reply. Raises SchemaError for a schema that cannot be kept."""

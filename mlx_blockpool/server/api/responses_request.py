@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from ...config import RequestConfig
 from ...hooks import Message
 from ...mlx_lm_compat import GenerationArguments
 from ..bodies import InvalidRequestError, Json
@@ -24,13 +23,13 @@ from ..kept_responses import KeptResponses
 from ..request import ParsedRequest
 from ..validation import (
     Body,
-    Int,
     List,
     Object,
     Positive,
     Sampling,
     Text,
     TextOr,
+    TopLogprobs,
     generation_arguments,
     known,
     only,
@@ -203,7 +202,7 @@ class ResponsesBody(Items, Sampling):
     background: Annotated[
         Any, _nothing("responses are not computed in the background; leave it out")
     ] = None
-    top_logprobs: Annotated[Int, Field(ge=0, le=RequestConfig.top_logprobs)] = 0
+    top_logprobs: TopLogprobs = 0
 
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ on the socket's thread.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ from ..validation import (
     generation_arguments,
     validated,
 )
-from .completions_request import Message
+from .completions_request import Messages
 from .endpoint import Endpoint
 
 
@@ -42,7 +42,7 @@ class TokenizerBody(Body):
 class ChatFields(TokenizerBody):
     """A chat as both servers take it."""
 
-    messages: Annotated[List[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     tools: list[Any] = Field(default=[])
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -69,7 +69,7 @@ class DetokenizeBody(TokenizerBody):
 
 
 class TemplateBody(ChatFields):
-    messages: Annotated[List[Message], Field(min_length=1)]
+    messages: Messages
 
 
 class TokenizerEndpoint(Endpoint):
