@@ -190,28 +190,27 @@ class _View:
         edges = found.edges
         self._owner = owner
         self._running = [each for each in found.running if belongs(each.name or "", owner)]
-        own = sorted(name for name in found.ends if belongs(name, owner))
-        self.names = sorted({*own, *(each.name for each in self._running if each.name is not None)})
+        ends = {name: end for name, end in found.ends.items() if belongs(name, owner)}
+        self.names = sorted(
+            {*ends, *(each.name for each in self._running if each.name is not None)}
+        )
         self._number = {name: number for number, name in enumerate(self.names)}
         self.ends: list[list[int]] = [[] for _ in edges]
         self.users = [0] * len(edges)
-        for name in own:
-            self.ends[found.ends[name]].append(self._number[name])
-            self.users[found.ends[name]] |= 1 << self._number[name]
+        for name in sorted(ends):
+            self.ends[ends[name]].append(self._number[name])
+            self.users[ends[name]] |= 1 << self._number[name]
         # By edge the agent that has computed it, if the owner may see its name.
         by = [
             _shown(e.owner, owner) if e.owner is not None and belongs(e.owner, owner) else None
             for e in edges
         ]
-        self._is_seen = [
-            owner is None or bool(mask) or name is not None
-            for mask, name in zip(self.users, by, strict=True)
-        ]
-        for number in reversed(range(len(edges))):
-            parent = edges[number].parent
-            if parent >= 0:
-                self.users[parent] |= self.users[number]
-                self._is_seen[parent] = self._is_seen[parent] or self._is_seen[number]
+        self._is_seen = [owner is None or name is not None for name in by]
+        for number, edge in reversed(list(enumerate(edges))):
+            self._is_seen[number] |= bool(self.users[number])
+            if edge.parent >= 0:
+                self.users[edge.parent] |= self.users[number]
+                self._is_seen[edge.parent] |= self._is_seen[number]
         self.segments: list[Json] = []
         self.segment_of: list[int | None] = [None] * len(edges)
         self.left_out = 0
@@ -229,26 +228,27 @@ class _View:
                 continue
             parent, name = edge.parent, by[number]
             place = None if parent < 0 else self.segment_of[parent]
-            extends = (
+            # Records on disk do not name the agent that computed them.
+            if not (
                 place is not None
                 and children[parent] == 1
                 and self.users[parent] == self.users[number]
-            )
-            # Records on disk do not name the agent that computed them.
-            if place is None or not (
-                extends and (name is None or self.segments[place]["by"] in (None, name))
+                and (name is None or self.segments[place]["by"] in (None, name))
             ):
                 if (place is None and parent >= 0) or len(self.segments) >= MOST_SEGMENTS:
                     self.left_out += 1
                     continue
-                first = {
-                    "parent": place,
-                    "start": edge.start,
-                    "end": edge.end,
-                    "in_memory": 0,
-                    "on_disk": 0,
-                }
-                self.segments.append({**first, "by": None, "ends": []})
+                self.segments.append(
+                    {
+                        "parent": place,
+                        "start": edge.start,
+                        "end": edge.end,
+                        "in_memory": 0,
+                        "on_disk": 0,
+                        "by": None,
+                        "ends": [],
+                    }
+                )
                 place = len(self.segments) - 1
             self.segment_of[number] = place
             if name is None and edge.owner is not None:

@@ -157,11 +157,15 @@ class Chat:
 
         `rest`: its end, for the template may write something before it.
         """
-        # Templates join the parts of a message.
-        text = "\n".join(
+        parts = (part for part in (line, rest) if len(part.strip()) > 1)
+        return any(part[:BEGINNING] in self._system for part in parts)
+
+    @property
+    def _system(self) -> str:
+        """The system prompt, whose parts templates join."""
+        return "\n".join(
             text_of(message) for message in self.messages if message.get("role") in SYSTEM
         )
-        return any(part[:BEGINNING] in text for part in (line, rest) if len(part.strip()) > 1)
 
     def _normaliser_of(self, lines: list[str], split: int) -> str | None:
         """The normaliser that removes this line from the system prompt, in both forms, or None;
@@ -169,10 +173,7 @@ class Chat:
 
         `split`: where the lines differ.
         """
-        if (
-            sum(len(text_of(message)) for message in self.messages if message.get("role") in SYSTEM)
-            > MOST_CHARACTERS
-        ):
+        if len(self._system) > MOST_CHARACTERS:
             return None
         for name in self.off:
             if name not in LINE_NORMALISERS or name not in self.normalisers.by_name:
