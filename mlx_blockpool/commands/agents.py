@@ -17,7 +17,13 @@ from .store import SHOWN, Actions, add_action, confirm, folder_at, records_text
 
 def add_options(actions: Actions) -> None:
     """Add `agents` and `agent` to the actions of `store`."""
-    add_action(actions, "agents", "what is stored for each agent", _listing, describe_listing)
+    add_action(
+        actions,
+        "agents",
+        "what is stored for each agent",
+        lambda args: AgentRecords(folder_at(args.store_dir)).listing(),
+        describe_listing,
+    )
     agent = actions.add_parser("agent", help="pin, fork or delete one agent")
     changes = agent.add_subparsers(dest="change", required=True, metavar="CHANGE")
     for name, text in (
@@ -30,32 +36,29 @@ def add_options(actions: Actions) -> None:
             "others are bad",
         ),
     ):
-        run, describe = (
-            (_delete, describe_delete) if name == "delete" else (_change, describe_change)
-        )
-        change = add_action(changes, name, text, run, describe)
-        change.add_argument("name", metavar="NAME", help="the agent, as `store agents` shows it")
-        if name == "fork":
-            change.add_argument("new", metavar="NEW", help="a name that is not in use")
         if name == "delete":
-            change.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+            action = add_action(
+                changes,
+                name,
+                text,
+                lambda args: delete(folder_at(args.store_dir), args.name, args.yes),
+                describe_delete,
+            )
+            action.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+        else:
+            action = add_action(changes, name, text, _change, describe_change)
+        action.add_argument("name", metavar="NAME", help="the agent, as `store agents` shows it")
+        if name == "fork":
+            action.add_argument("new", metavar="NEW", help="a name that is not in use")
 
 
 # -- actions ---------------------------------------------------------------------------------------
-
-
-def _listing(args: argparse.Namespace) -> Report:
-    return AgentRecords(folder_at(args.store_dir)).listing()
 
 
 def _change(args: argparse.Namespace) -> Report:
     return change(
         folder_at(args.store_dir), args.change, args.name, *([args.new] if "new" in args else [])
     )
-
-
-def _delete(args: argparse.Namespace) -> Report:
-    return delete(folder_at(args.store_dir), args.name, args.yes)
 
 
 def change(root: Path, act: str, name: str, *new: str) -> Report:

@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> Actions:
         actions,
         "path",
         "print the folder of the store",
-        _path,
+        lambda args: {"folder": str(args.store_dir or default_folder())},
         lambda report: str(report["folder"]),
     )
     add_action(
@@ -61,10 +61,20 @@ def add_options(parser: argparse.ArgumentParser) -> Actions:
         ("scrub", "every record to its last byte"),
     ):
         action = add_action(
-            actions, name, f"check {what}; status 1 if something is wrong", _check, describe_check
+            actions,
+            name,
+            f"check {what}; status 1 if something is wrong",
+            lambda args: check(folder_at(args.store_dir), args.action == "scrub", args.fix),
+            describe_check,
         )
         action.add_argument("--fix", action="store_true", help=fix)
-    clearing = add_action(actions, "clear", "remove records", _clear, describe_clear)
+    clearing = add_action(
+        actions,
+        "clear",
+        "remove records",
+        lambda args: clear(folder_at(args.store_dir), args.model, args.yes),
+        lambda report: f"Removed {records_text(report)} from {report['folder']}.",
+    )
     clearing.add_argument(
         "--model",
         metavar="ID",
@@ -106,18 +116,6 @@ def add_action(
     action.add_argument("--json", action="store_true", help="everything as JSON")
     action.set_defaults(run=printed)
     return action
-
-
-def _path(args: argparse.Namespace) -> Report:
-    return {"folder": str(args.store_dir or default_folder())}
-
-
-def _check(args: argparse.Namespace) -> Report:
-    return check(folder_at(args.store_dir), args.action == "scrub", args.fix)
-
-
-def _clear(args: argparse.Namespace) -> Report:
-    return clear(folder_at(args.store_dir), args.model, args.yes)
 
 
 # -- the files -------------------------------------------------------------------------------------
@@ -424,10 +422,6 @@ def confirm(what: str) -> bool:
             )
     print(f"Remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def describe_clear(report: Report) -> str:
-    return f"Removed {records_text(report)} from {report['folder']}."
 
 
 def records_text(figures: Report) -> str:
