@@ -371,6 +371,10 @@ class FormConfig:
     # used are dropped first.
     compiled_bytes: int = 128 << 20
     idle_seconds: float = 300.0  # after this long without a request that needs one, all are dropped
+    # Before the reply's limit cuts a form, its end is searched when this many tokens are left, and
+    # begun when this many more are left than it needs.
+    closing_tokens: ClassVar[int] = 256
+    closing_spare: ClassVar[int] = 4
     forced_bytes: ClassVar[int] = 20_000  # that a grammar may begin with where it leaves no choice
     # Processor time of the form of a reply: the other replies of the batch wait for it. For each of
     # its tokens, ...

@@ -67,6 +67,10 @@ class Request:
     form: ReplyForm | None = None
     prediction: Prediction | None = None
 
+    def __post_init__(self) -> None:
+        if self.form is not None:
+            self.form.max_tokens = self.max_tokens
+
     @property
     def name(self) -> str | None:
         """The name under which its end is noted."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,8 @@ from .vocabulary import Vocabulary
 
 State = Literal["thinking", "start", "free", "form", "call", "done"]
 Words = NDArray[np.int32]
+# Characters that end what is open, those that end most of it first; outside and inside of a string.
+OUTSIDE, INSIDE = '}]"0ntf,:{[', '"x'
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Marks:
     space:                   space alone, which may come before the content, its thinking and its
                              calls.
     eos:                     those that end a reply.
+    letters:                 those of single characters.
     """
 
     think_start: tuple[int, ...] = ()
@@ -42,6 +45,7 @@ class Marks:
     call_start: tuple[int, ...] = ()
     space: frozenset[int] = frozenset()
     eos: frozenset[int] = frozenset()
+    letters: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, vocabulary: Vocabulary) -> Marks:
@@ -56,6 +60,7 @@ class Marks:
             mark(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens),
             vocabulary.space,
             vocabulary.eos,
+            vocabulary.letters,
         )
 
 
@@ -87,6 +92,8 @@ class ReplyForm:
     num_words:  of 32 tokens in the mask of one token.
     work:       where the processor time that it costs is counted.
     seen:       how many of the generated tokens it has followed.
+    max_tokens: of the reply: the content, or the call that it is in, is closed before this limit
+                cuts it, if an end can be found. None: there is no limit.
     jumps:      whether forced tokens may be appended without a draw; False where the reply needs
                 their logprobs.
     """
@@ -103,6 +110,11 @@ class ReplyForm:
         assert content is not None or state in ("thinking", "free"), f"{state} has no content"
         self.num_words = num_words
         self.jumps = True
+        self.max_tokens: int | None = None
+        # The tokens that are left when an end is searched next, and whether the reply has come to
+        # it.
+        self._search_at = FormConfig.closing_tokens
+        self._ends = False
         self._work = work or FormCost()
         self._marks = marks
         self._content = content
@@ -157,7 +169,7 @@ class ReplyForm:
             # The reply does not end before its content.
             words[:] = -1
             _close(words, self._marks.eos)
-        elif self.state == "done":
+        elif self.state == "done" or (self._ends and self._matcher.is_accepting()):
             words[:] = 0
             _open(words, self._marks.eos)
         else:
@@ -177,7 +189,7 @@ class ReplyForm:
         where there is a choice.
         """
         if self._forced is None:
-            self._forced, self._forced_at = self._find_forced(), 0
+            self._forced, self._forced_at = self._find_forced() or self._find_closing(), 0
         return self._forced[self._forced_at : self._forced_at + FormConfig.most_forced]
 
     def copy(self) -> ReplyForm:
@@ -272,6 +284,33 @@ class ReplyForm:
         self._check(self._matcher)
         return forced
 
+    def _find_closing(self) -> list[int]:
+        """The tokens that end the content or the call, once there are hardly any others left."""
+        if (
+            self.max_tokens is None
+            or (left := self.max_tokens - self.seen) > self._search_at
+            or (self._content is None and self._call is None)
+        ):
+            return []
+        before = self._marks.think_end if self.state == "thinking" else ()
+        if (
+            self.state == "done"
+            or (self.state == "thinking" and not before)
+            or (self.state == "start" and self._tail)
+        ):
+            return []
+        # One token ends the reply.
+        most = left - len(before) - 1
+        words = np.zeros(self.num_words, np.int32)
+        found = closing(self._matcher, self._marks.letters, most, words)
+        spare = FormConfig.closing_spare
+        if found is not None and most - len(found) > spare:
+            self._search_at = left - max(1, (most - len(found) - spare) // 2)
+            return []
+        self._search_at = left // 2 if found is None else left
+        self._ends = found == [] and not before
+        return [] if found is None else [*before, *found]
+
     def _next_of_marks(self) -> set[int]:
         """The tokens with which a mark may begin at the start, or continue there."""
         marks = [self._marks.think_start, self._marks.call_start if self._calls is not None else ()]
@@ -288,6 +327,37 @@ class ReplyForm:
         # In an error state a matcher only allows the end of the reply, which would look whole.
         if matcher.is_error():
             raise FormError(f"the reply cannot be held to its form any longer: {reason(matcher)}")
+
+
+def closing(
+    matcher: LLMatcher, letters: Mapping[str, int], most: int, words: Words
+) -> list[int] | None:
+    """Tokens after which the matcher accepts the end, at most this many; None if none are found.
+
+    Found step by step, without a way back: what is forced, a character that closes, the first
+    token that is allowed. letters: the tokens of single characters. words: a mask [vocabulary / 32]
+    to write into.
+    """
+    found: list[int] = []
+    ahead = matcher.deep_copy()
+    while not ahead.is_accepting():
+        step = ahead.compute_ff_tokens() or _next(ahead, letters, words)
+        if not step or len(found) + len(step) > most or not ahead.consume_tokens(step):
+            return None
+        found += step
+    return found
+
+
+def _next(matcher: LLMatcher, letters: Mapping[str, int], words: Words) -> list[int]:
+    def allows(letter: str) -> bool:
+        return letter in letters and matcher.validate_tokens([letters[letter]]) == 1
+
+    for letter in INSIDE if allows("x") else OUTSIDE:
+        if allows(letter):
+            return [letters[letter]]
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    return [] if matcher.is_error() else allowed[:1].tolist()
 
 
 def check_cost(seconds: float, tokens: int) -> None:

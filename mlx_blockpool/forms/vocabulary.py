@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import LLTokenizer, TokenizerWrapper
@@ -29,6 +29,7 @@ class Vocabulary:
     num_words:  of 32 tokens each in a mask.
     space:      the tokens that are space alone.
     eos:        the tokens that end a reply.
+    letters:    the tokens of single ASCII characters.
     """
 
     ll: LLTokenizer
@@ -36,6 +37,7 @@ class Vocabulary:
     num_words: int
     space: frozenset[int]
     eos: frozenset[int]
+    letters: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
@@ -72,7 +74,12 @@ class Vocabulary:
         wrapper = TokenizerWrapper(_Tokens(tokenizer, tokens, added, min(eos)))
         ll = LLTokenizer(wrapper, eos_token=sorted(eos))
         space = frozenset(token for token, written in enumerate(tokens) if written.isspace())
-        return cls(ll, added, (ll.vocab_size + 31) // 32, space, eos)
+        letters = {
+            written.decode(): token
+            for token, written in enumerate(tokens)
+            if len(written) == 1 and written.isascii()
+        }
+        return cls(ll, added, (ll.vocab_size + 31) // 32, space, eos, letters)
 
 
 def added_of(tokenizer: Any) -> dict[str, int]:

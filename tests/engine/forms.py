@@ -91,8 +91,9 @@ def text_of(tokens: Sequence[int]) -> str:
 class StockForm:
     """A logits processor: closes what a form does not allow, by comparing token by token."""
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, max_tokens: int) -> None:
         self.form = form_of(schema)
+        self.form.max_tokens = max_tokens
         self._prompt: int | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -106,13 +107,14 @@ class StockForm:
 
 
 @functools.cache
-def _stock_reply(name: str, prompt: tuple[int, ...], schema: str) -> StockReply:
-    return StockReply(
-        stock_model(name), prompt, stock_caches(name), [StockForm(json.loads(schema))]
-    )
+def _stock_reply(name: str, prompt: tuple[int, ...], schema: str, max_tokens: int) -> StockReply:
+    form = StockForm(json.loads(schema), max_tokens)
+    return StockReply(stock_model(name), prompt, stock_caches(name), [form])
 
 
-def assert_stock_form(name: str, prompt: Sequence[int], schema: Any, found: Sequence[int]) -> None:
+def assert_stock_form(
+    name: str, prompt: Sequence[int], schema: Any, found: Sequence[int], max_tokens: int
+) -> None:
     """`found` is what mlx-lm says in that form, as far as it goes."""
-    expected = _stock_reply(name, tuple(prompt), json.dumps(schema)).certain(len(found))
+    expected = _stock_reply(name, tuple(prompt), json.dumps(schema), max_tokens).certain(len(found))
     assert list(expected) == list(found[: len(expected)])

@@ -255,7 +255,7 @@ class Schedule:
             if schema is None:
                 assert_stock(self.name, self.prompts[i], found)
             else:
-                assert_stock_form(self.name, self.prompts[i], schema, found)
+                assert_stock_form(self.name, self.prompts[i], schema, found, most)
 
 
 SCHEDULES: dict[str, Any] = {

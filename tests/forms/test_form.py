@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
 from mlx_blockpool.config import FormConfig
 from mlx_blockpool.errors import FormError
+from mlx_blockpool.forms import form as form_module
 from mlx_blockpool.forms.compiler import Compiler
 from mlx_blockpool.forms.exact import exact
 from mlx_blockpool.forms.form import Marks, ReplyForm
@@ -360,3 +361,98 @@ def test_forced_tokens_are_those_that_the_tokenizer_writes(kind: str, indent: in
             count += len(forced) > 0
         assert form.forced() == []
     assert count > 30
+
+
+# -- a reply whose tokens run out ------------------------------------------------------------------
+
+ORDER: Any = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 2},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/item"}, "minItems": 1},
+        "paid": {"type": "boolean"},
+    },
+    "required": ["name", "items", "paid"],
+    "$defs": {
+        "item": {
+            "type": "object",
+            "properties": {
+                "kind": {"enum": ["tea", "coffee"]},
+                "count": {"type": "integer", "minimum": 5},
+                "parts": {"type": "array", "items": {"$ref": "#/$defs/item"}},
+            },
+            "required": ["kind", "count"],
+        }
+    },
+}
+
+
+def grammar_of(schema: Any) -> str:
+    return OutputFormat("json", json.dumps(schema), "here").grammar
+
+
+def drawn(form: ReplyForm, max_tokens: int, seed: int) -> list[int]:
+    """A reply of random tokens, of which those that open more are liked most."""
+    rng = np.random.default_rng(seed)
+    form.max_tokens = max_tokens
+    reply: list[int] = []
+    while len(reply) < max_tokens:
+        allowed = open_tokens(form)
+        assert allowed
+        opening = [t for t in tokens_of('[{",:ab') if t in allowed]
+        reply.append(int(rng.choice(opening if opening and rng.random() < 0.8 else [*allowed])))
+        if reply[-1] in VOCABULARY.eos:
+            break
+        form.follow(reply)
+    return reply
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("max_tokens", [60, 61, 80, 130, 300])
+def test_content_is_closed_before_the_limit_cuts_it(max_tokens: int, seed: int) -> None:
+    form = form_of("form", grammar_of(ORDER))
+    reply = drawn(form, max_tokens, seed)
+    assert reply[-1] in VOCABULARY.eos
+    told = json.loads(VOCABULARY.ll.decode_str(reply[:-1]))
+    assert sorted(told) == ["items", "name", "paid"]
+
+
+def test_thinking_ends_while_there_are_tokens_for_the_content() -> None:
+    form = form_of("thinking")
+    form.max_tokens = 30
+    thought = tokens_of("so, " * 40)
+    for count in range(30):
+        form.follow(thought[:count])
+        if form.forced():
+            break
+    assert 18 <= count <= 26
+    assert form.forced()[0] == THOUGHT
+    closed = [*thought[:count], *form.forced()]
+    assert VOCABULARY.ll.decode_str(closed).endswith("[0]")
+
+
+def test_a_call_is_closed_before_the_limit_cuts_it() -> None:
+    form = form_of("free", None, ONE_CALL)
+    form.max_tokens = 8
+    form.follow([*tokens_of("a b"), CALL])
+    reply = [*tokens_of("a b"), CALL]
+    while forced := form.forced():
+        reply += forced
+        form.follow(reply)
+    assert len(reply) <= 8 or reply[-1] == CALLED
+
+
+def test_what_cannot_be_closed_is_cut() -> None:
+    form = form_of("form", grammar_of({"type": "array", "items": {"const": 1}, "minItems": 50}))
+    reply = drawn(form, 20, 0)
+    assert len(reply) == 20
+    assert reply[-1] not in VOCABULARY.eos
+
+
+def test_far_from_the_limit_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+    monkeypatch.setattr(form_module, "closing", lambda *_: searched.append(1))
+    form = form_of("form", grammar_of(ORDER))
+    form.max_tokens = 100_000
+    form.follow(tokens_of('{"name":"' + "a" * 300))
+    assert not searched

@@ -72,6 +72,17 @@ def chat(client: Client, **body: Any) -> dict[str, Any]:
     return client.chat(HELLO, **{"response_format": FORMAT, **DRAWN, **body})
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_reply_closes_its_form_before_max_tokens_cuts_it(swapping: Client, seed: int) -> None:
+    texts = {"title": {"type": "string", "minLength": 25}, "text": {"type": "string"}}
+    schema = {"type": "object", "properties": texts, "required": ["title", "text"]}
+    format = {"type": "json_schema", "json_schema": {"name": "texts", "schema": schema}}
+    answer = chat(swapping, response_format=format, seed=seed, max_tokens=60)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+
+
 def counts(client: Client) -> Any:
     """What the engine of the first model has counted."""
     client.settle()
