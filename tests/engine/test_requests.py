@@ -8,9 +8,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engine.engines import (
+    ROOMY,
     Told,
     assert_nothing_held,
     assert_stock,
+    bytes_of,
     drive,
     make_engine,
     serve,
@@ -104,6 +106,35 @@ def test_cancel_at_every_step_keeps_what_was_computed(name: str) -> None:
         assert told.started[again].cached == computed
         assert_stock(name, question, told.tokens[again])
         assert_nothing_held(prefix)
+
+
+@pytest.mark.parametrize(
+    "name", only(["llama", "gemma3_text", "gpt_oss", "lfm2", "qwen3_5"], "lfm2")
+)
+@pytest.mark.parametrize("is_small", [False, True])
+def test_a_client_that_gives_up_after_a_quarter_of_the_prefill_is_through_after_four(
+    name: str, is_small: bool
+) -> None:
+    """Also where the pool holds little more than the request."""
+    prompt, quarter = words(1, 2049), 512
+    engine, prefix = make_engine(name, bytes_of(name, 2049 + 8, 2) if is_small else ROOMY)
+    for attempt in range(4):
+        uid = engine.insert(Request(prompt, 8))
+        told = drive(
+            engine, after=lambda _, n=attempt: engine.counts["prompt_tokens"] > quarter * n
+        )
+        assert told.started[uid].cached == quarter * attempt
+        drive(
+            engine,
+            told,
+            after=lambda _, n=attempt: engine.counts["prompt_tokens"] >= quarter * (n + 1),
+        )
+        engine.cancel(uid)
+        assert_nothing_held(prefix)
+    (uid,), told = serve(engine, [prompt])
+    assert told.started[uid].cached == engine.counts["prompt_tokens"] == 2048
+    assert_stock(name, prompt, told.tokens[uid])
+    assert_nothing_held(prefix)
 
 
 def test_cancelling_what_is_not_there_changes_nothing() -> None:

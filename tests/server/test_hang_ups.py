@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import save_endless
+from models import save_endless, save_model
+from thorough import only
 
 from mlx_blockpool.server.wire import has_hung_up
 from server.serving import Client, blockpool_server, until
@@ -149,6 +150,34 @@ def test_a_request_that_waits_behind_its_agents_other_goes_with_its_client(
     until(lambda: len(served.live) == 1)
     assert len(served.engine.scheduler.waiting) == 0
     left_alone(swapping, running.close)
+
+
+@pytest.mark.parametrize(
+    "name", only(["llama", "gemma3_text", "gpt_oss", "lfm2", "qwen3_5"], "lfm2")
+)
+def test_a_prefill_goes_on_where_its_client_hung_up(name: str, tmp_path: Path) -> None:
+    """Each attempt hangs up a quarter after the one before."""
+    model = save_model(tmp_path / name, name)
+    with blockpool_server(
+        model, "--pool-bytes", "60MB", "--prefill-step-size", "16", "--max-positions", "20000"
+    ) as client:
+        client.capacity()
+        (served,) = client.generator.registry.loaded.values()
+        counts = served.engine.counts
+        before, quarter = counts["prompt_tokens"], 600
+        body = {"messages": [{"role": "user", "content": "ab c" * quarter}], "max_tokens": 4}
+        for attempt in range(1, 4):
+            connection = ask(client, FORMS["chat"][0], body)
+            until(lambda n=attempt: counts["prompt_tokens"] - before >= quarter * n)
+            connection.close()
+            until(lambda: not client.generator._live)
+            client.settle()
+        usage = client.send(FORMS["chat"][0], body)[1]["usage"]
+        computed = counts["prompt_tokens"] - before
+        # The last token is computed with the reply's first, and so is the reply's opening again
+        # where the client was not gone before it.
+        assert usage["prompt_tokens"] - 1 <= computed <= usage["prompt_tokens"] + len("<assistant.")
+        client.settle()
 
 
 def test_a_request_that_is_served_alone_ends_with_its_client(models: list[Path]) -> None:
