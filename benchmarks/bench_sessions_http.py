@@ -7,6 +7,9 @@ continues the reply that the server gave. Both servers run as real processes, in
 same bytes for their caches; ours has its store on disk besides. `reuse` is what `cached_tokens`
 says, as a part of the ideal: the tokens that earlier requests had too. Requests that end without a
 reply are counted as `failed`.
+
+After it, a chat of six turns whose last message, a system message, is replaced in each turn, with
+tiny models of several kinds. Its ideal are the tokens up to that message.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,6 +36,7 @@ from sessions import GRAIN, Blocks, Row, recorded, rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mlx_blockpool.spec import BLOCK_TOKENS
+from mlx_blockpool.testing import tiny_model
 
 DIVISOR = 16
 # Four of the 14, with 81 requests: most of the others have prompts that take a CPU too long.
@@ -52,12 +57,53 @@ TOKEN_BYTES = 2 * 2 * 32 * 4
 # A server that takes longer has lost its generation thread.
 TIMEOUT = 120.0
 
+SMALL = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 65536,
+}
+# Full attention; states; windows.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "lfm2": {
+        **SMALL,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 32,
+        "block_ff_dim": 48,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention"],
+    },
+    "gemma3_text": {
+        **SMALL,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 2,
+    },
+    "gpt_oss": {
+        **SMALL,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+    },
+}
+# Words of the system message, of each turn's question and of the message that is replaced.
+TURNS, SIZES, QUICK_SIZES = 6, (1500, 2500, 20), (100, 200, 20)
+
 # A message: its role and its words.
 Message = tuple[str, list[str]]
 
 
-def make_model(folder: Path) -> None:
-    """A random llama that knows WORDS, and never draws a mark."""
+def write_tokenizer(folder: Path) -> list[str]:
+    """A tokenizer of WORDS in a new folder. Returns its vocabulary."""
     folder.mkdir()
     vocab = [*SPECIAL, *WORDS]
     tokenizer = Tokenizer(
@@ -74,6 +120,12 @@ def make_model(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**settings, "clean_up_tokenization_spaces": False})
     )
+    return vocab
+
+
+def make_model(folder: Path) -> None:
+    """A random llama that knows WORDS, and never draws a mark."""
+    vocab = write_tokenizer(folder)
     model = llama(*SIZE, vocab=len(vocab), tie_word_embeddings=False, max_position_embeddings=65536)
     config = {key: value for key, value in vars(model.args).items() if value is not None}
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": vocab.index(END)}))
@@ -252,6 +304,62 @@ def bench(args: Any, model: Path, requests: list[Row], pool_bytes: int) -> None:
     )
 
 
+def words(seed: int, count: int) -> str:
+    numbers = np.random.default_rng(seed).integers(0, len(WORDS), count)
+    return " ".join(WORDS[number] for number in numbers)
+
+
+def converse(command: list[str], model: Path, sizes: tuple[int, int, int]) -> Counter[str]:
+    """The tokens of the prompts, those of them that were cached, and that could be."""
+    server, counts, ideal = Server(command, model), Counter[str](), 0
+    system, question, last = sizes
+    messages = [{"role": "system", "content": words(0, system)}]
+    try:
+        for turn in range(1, TURNS + 1):
+            messages.append({"role": "user", "content": words(turn, question)})
+            replaced = {"role": "system", "content": words(100 + turn, last)}
+            reply, _, usage = server.chat([*messages, replaced], 16, TIMEOUT)
+            messages.append({"role": "assistant", "content": reply})
+            counts["prompt"] += usage["prompt_tokens"]
+            counts["cached"] += usage["prompt_tokens_details"]["cached_tokens"]
+            counts["ideal"] += ideal
+            # Without the replaced message, its marks and the mark of the reply.
+            ideal = usage["prompt_tokens"] - (last + 3)
+    finally:
+        server.stop()
+    return counts
+
+
+def bench_replaced(args: Any, folder: Path) -> None:
+    """Each kind of model on both servers."""
+    for name, config in KINDS.items():
+        model = folder / name
+        vocab = write_tokenizer(model)
+        config = {
+            **config,
+            "model_type": name,
+            "torch_dtype": "float32",
+            "vocab_size": len(vocab),
+        }
+        weights = dict(tree_flatten(tiny_model(config).parameters()))
+        mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
+        (model / "config.json").write_text(json.dumps({**config, "eos_token_id": vocab.index(END)}))
+        sizes = QUICK_SIZES if args.quick else SIZES
+        ours, stock = (converse(COMMANDS[each], model, sizes) for each in ("ours", "stock"))
+        report(
+            args,
+            "sessions_http",
+            f"a last message that is replaced in each turn, {name}",
+            turns=TURNS,
+            prompt_tokens=ours["prompt"],
+            ideal_tokens=ours["ideal"],
+            ours_computed=ours["prompt"] - ours["cached"],
+            stock_computed=stock["prompt"] - stock["cached"],
+            ours_reuse=round(ours["cached"] / ours["ideal"], 4),
+            stock_reuse=round(stock["cached"] / stock["ideal"], 4),
+        )
+
+
 def main() -> None:
     args = options(__doc__ or "")
     divisor, sessions = (QUICK_DIVISOR, QUICK_SESSIONS) if args.quick else (DIVISOR, SESSIONS)
@@ -263,6 +371,7 @@ def main() -> None:
         model = Path(folder) / "model"
         make_model(model)
         bench(args, model, requests, working_set * BLOCK_TOKENS * TOKEN_BYTES)
+        bench_replaced(args, Path(folder))
 
 
 if __name__ == "__main__":

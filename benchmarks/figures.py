@@ -41,6 +41,10 @@ class Row:
 
 SERVER = ("server", ("5 agents, 3 turns, one system prompt",))
 SESSIONS = ("sessions_http", ("100 % of the working set",))
+REPLACED = tuple(
+    f"a last message that is replaced in each turn, {name}"
+    for name in ("llama", "lfm2", "gemma3_text", "gpt_oss")
+)
 AIPERF = ("aiperf", ("5 conversations of 4 turns with 300 tokens each",))
 CONTEXTS = (256, 1024, 4096, 16384)
 PREFILLS = tuple(
@@ -99,6 +103,21 @@ ROWS = (
         "{ours_wall_s:.0f} s",
         "{stock_wall_s:.0f} s",
         "{times_wall_s:.2f}x",
+    ),
+    Row(
+        "six turns of 2,500 tokens, each with a system message that the next replaces, llama / "
+        "lfm2 / gemma3_text / gpt_oss: known tokens that were reused",
+        "sessions_http",
+        REPLACED,
+        "{ours_reuse:.3f}",
+        "{stock_reuse:.3f}",
+    ),
+    Row(
+        "the same: tokens computed",
+        "sessions_http",
+        REPLACED,
+        "{ours_computed:,}",
+        "{stock_computed:,}",
     ),
     Row(
         "aiperf, five conversations of four turns: time to first token, median",
