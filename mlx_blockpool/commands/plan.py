@@ -256,18 +256,19 @@ def _describe_several(plans: Sequence[ModelPlan]) -> str:
     for plan, name in zip(plans, _short_names(plans), strict=True):
         own, fewer = plan.costs[None], plan.costs[bits]
         weights = "unknown" if plan.weights.bytes is None else human_bytes(plan.weights.bytes)
-        rows.append([name, f"~{weights}" if plan.weights.source == "estimate" else weights])
-        rows[-1] += [
-            _size(own.per_token),
-            _size(own.fixed),
-            human_bytes(own.agent),
-            human_bytes(fewer.agent),
-        ]
-        rows[-1] += [
-            _size(own.checkpoint),
-            f"{own.agents(plan.left):,}",
-            f"{fewer.agents(plan.left):,}",
-        ]
+        rows.append(
+            [
+                name,
+                f"~{weights}" if plan.weights.source == "estimate" else weights,
+                _size(own.per_token),
+                _size(own.fixed),
+                human_bytes(own.agent),
+                human_bytes(fewer.agent),
+                _size(own.checkpoint),
+                f"{own.agents(plan.left):,}",
+                f"{fewer.agents(plan.left):,}",
+            ]
+        )
     title = (
         f"Agents of {first.tokens:,} tokens, nothing shared, in {human_bytes(first.memory.bytes)} "
         f"({source}) less the weights"

@@ -18,11 +18,12 @@ from ..models.catalog import DEFAULT
 from ..models.http import ModelsEndpoint
 from ..request import ParsedRequest
 from ..validation import validated
+from . import ollama_models
 from .call_stream import Call, CallPiece
 from .embeddings import EmbedBody, texts_of, vectors_of
 from .endpoint import Endpoint
 from .errors import openai_status
-from .ollama_models import OllamaModels, written_now
+from .ollama_models import written_now
 from .ollama_request import Named, ReplyBody, parse_chat, parse_generate
 from .reply import Packet, PieceRenderer, Renderer, StopReason, call_id
 
@@ -131,17 +132,17 @@ class OllamaEndpoint(Endpoint):
         self._arrived = time.monotonic_ns()
 
     def tags(self) -> None:
-        self._handler.send_json(200, OllamaModels(self._scope.generator).tags())
+        self._handler.send_json(200, ollama_models.tags(self._scope.generator))
 
     def loaded(self) -> None:
-        self._handler.send_json(200, OllamaModels(self._scope.generator).loaded())
+        self._handler.send_json(200, ollama_models.loaded(self._scope.generator))
 
     def version(self) -> None:
         self._handler.send_json(200, {"version": VERSION})
 
     def show(self) -> None:
         name = validated(Named, self._body()).id
-        self._handler.send_json(200, OllamaModels(self._scope.generator).show(name))
+        self._handler.send_json(200, ollama_models.show(self._scope.generator, name))
 
     def refuse_to_manage(self) -> None:
         why = (

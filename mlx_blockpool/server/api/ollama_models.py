@@ -32,70 +32,59 @@ FIGURES = {
 }
 
 
-class OllamaModels:
-    """The models of `generator`."""
+def tags(generator: Any) -> Json:
+    """All models that requests may name. One whose files cannot be read is left out."""
+    known = generator.registry.catalog.ids()
+    ids = [model["id"] for model in ModelsEndpoint(generator).models(0) if model["id"] != DEFAULT]
+    found = ((id, _file(known.get(id, id))) for id in ids)
+    return {"models": [_entry(id, file) for id, file in found if file is not None]}
 
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self._registry = generator.registry
-        self._catalog = generator.registry.catalog
 
-    def tags(self) -> Json:
-        """All models that requests may name. One whose files cannot be read is left out."""
-        known = self._catalog.ids()
-        listed = [
-            model["id"]
-            for model in ModelsEndpoint(self._generator).models(0)
-            if model["id"] != DEFAULT
-        ]
-        found = ((id, _file(known.get(id, id))) for id in listed)
-        return {"models": [_entry(id, file) for id, file in found if file is not None]}
+def loaded(generator: Any) -> Json:
+    """The models in memory."""
+    entries = []
+    for key, model in list(generator.registry.loaded.items()):
+        file = _file(key.model)
+        left = max(model.idle_seconds - (time.monotonic() - model.used), 0.0)
+        size = model.weights_bytes + model.array_bytes
+        id = generator.registry.catalog.id_of(key.model)
+        entries.append(
+            {
+                **({} if file is None else _entry(id, file)),
+                "size": size,
+                "size_vram": size,
+                "expires_at": written_now(time.time() + min(left, NEVER_SECONDS)),
+                "context_length": model.positions or 0,
+            }
+        )
+    return {"models": entries}
 
-    def loaded(self) -> Json:
-        """The models in memory."""
-        entries = []
-        for key, model in list(self._registry.loaded.items()):
-            file = _file(key.model)
-            left = max(model.idle_seconds - (time.monotonic() - model.used), 0.0)
-            size = model.weights_bytes + model.array_bytes
-            entry = {} if file is None else _entry(self._catalog.id_of(key.model), file)
-            expires = written_now(time.time() + min(left, NEVER_SECONDS))
-            entries.append(
-                {
-                    **entry,
-                    "size": size,
-                    "size_vram": size,
-                    "expires_at": expires,
-                    "context_length": model.positions or 0,
-                }
-            )
-        return {"models": entries}
 
-    def show(self, name: str) -> Json:
-        """Everything about one model.
+def show(generator: Any, name: str) -> Json:
+    """Everything about one model.
 
-        Raises as ModelRegistry.find(), and for files that cannot be read.
-        """
-        wanted = ModelDescription(name, DEFAULT, None)
-        key = self._registry.find(wanted)
-        file = find(str(local_folder(key.model)))
-        tokenizer = self._generator.preparation.convert(TokenizerJob(), wanted)
-        can = {
-            "tools": tokenizer.has_tools,
-            "thinking": tokenizer.has_thinking,
-            "vision": processor_of(file.config) is not None,
-        }
-        entry = _entry(name, file)
-        return {
-            "modelfile": f"FROM {self._catalog.id_of(key.model)}",
-            "parameters": "",
-            "template": tokenizer.template or "",
-            "license": "",
-            "details": entry["details"],
-            "model_info": _info(file),
-            "capabilities": ["completion", *(name for name, has in can.items() if has)],
-            "modified_at": entry["modified_at"],
-        }
+    Raises as ModelRegistry.find(), and for files that cannot be read.
+    """
+    wanted = ModelDescription(name, DEFAULT, None)
+    key = generator.registry.find(wanted)
+    file = find(str(local_folder(key.model)))
+    tokenizer = generator.preparation.convert(TokenizerJob(), wanted)
+    can = {
+        "tools": tokenizer.has_tools,
+        "thinking": tokenizer.has_thinking,
+        "vision": processor_of(file.config) is not None,
+    }
+    entry = _entry(name, file)
+    return {
+        "modelfile": f"FROM {generator.registry.catalog.id_of(key.model)}",
+        "parameters": "",
+        "template": tokenizer.template or "",
+        "license": "",
+        "details": entry["details"],
+        "model_info": _info(file),
+        "capabilities": ["completion", *(name for name, has in can.items() if has)],
+        "modified_at": entry["modified_at"],
+    }
 
 
 def _file(model: str) -> ModelFile | None:
