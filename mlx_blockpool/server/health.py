@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -92,20 +93,15 @@ class Health:
         return (200 if status == "ok" else 503), body
 
 
+@dataclass
 class Watchdog:
     """Ends the process once `seconds_stalled()` says that nothing was computed for `most`
     seconds while requests waited.
     """
 
-    def __init__(
-        self,
-        seconds_stalled: Callable[[], float],
-        most: float,
-        end: Callable[[int], Any] = os._exit,
-    ) -> None:
-        self._seconds_stalled = seconds_stalled
-        self._most = most
-        self._end = end
+    seconds_stalled: Callable[[], float]
+    most: float
+    end: Callable[[int], Any] = os._exit
 
     def start(self) -> None:
         """Check every second, until the process ends."""
@@ -113,14 +109,14 @@ class Watchdog:
 
     def look(self) -> None:
         """End the process if its time has come."""
-        seconds = self._seconds_stalled()
-        if seconds > self._most:
+        seconds = self.seconds_stalled()
+        if seconds > self.most:
             faulthandler.dump_traceback(sys.__stderr__ or 2)
             log.critical(
                 "nothing was computed for %.0f seconds while requests waited; the process ends",
                 seconds,
             )
-            self._end(HUNG)
+            self.end(HUNG)
 
     def _run(self) -> None:
         pause = threading.Event()

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from mlx_lm.utils import load_config
@@ -62,26 +62,24 @@ class PromptCounted(Exception):  # noqa: N818
         super().__init__(f"the prompt has {tokens} tokens")
 
 
+@dataclass
 class PromptPreparation:
     """Checks requests and fills in their prompts, for the models of `registry`.
 
     Any thread may call prepare().
     """
 
-    def __init__(
-        self, workers: PromptWorkers, images: ImageConfig, registry: ModelRegistry, forms: Forms
-    ) -> None:
-        self._workers = workers
-        self._forms = forms
-        self._images = images
-        self._registry = registry
+    workers: PromptWorkers
+    images: ImageConfig
+    registry: ModelRegistry
+    forms: Forms
 
     def check(self, request: Any, args: Any) -> None:
         """Raises InvalidRequestError for a request that has too much of something, or gives the
         template a forbidden argument.
         """
         check_bounds(request, args)
-        check_template_options(args.chat_template_kwargs, self._workers.config.template_kwargs)
+        check_template_options(args.chat_template_kwargs, self.workers.config.template_kwargs)
 
     def prepare(self, request: Any, args: Any) -> Any:
         """Set `request.prepared` and `request.compiled`. Returns mlx-lm's arguments, changed where
@@ -97,8 +95,8 @@ class PromptPreparation:
             job.processor = self._processor(args.model)
         if job.processor is not None:
             job.image_at = request.image_at or "messages"
-            self._registry.need_one_rank(job.image_at, "images")
-            check_images(job.messages, job.image_at, self._images)
+            self.registry.need_one_rank(job.image_at, "images")
+            check_images(job.messages, job.image_at, self.images)
         elif is_chat_request and request.image_at is not None:
             raise ValueError(f"{request.image_at}: this model takes no images")
         prepared = self._rendered(job, args.model)
@@ -108,7 +106,7 @@ class PromptPreparation:
             request.pixels.hold(prepared.images, job.image_at)
         request.prepared = prepared
         if isinstance(request, PromptRequest) and has_form(request):
-            request.compiled = self._forms.form_for(
+            request.compiled = self.forms.form_for(
                 request, args.model, self._form_tokens(args.model)
             )
             if request.compiled is not None:
@@ -122,15 +120,15 @@ class PromptPreparation:
 
         Raises what ModelRegistry.find() and PromptWorkers.convert() raise.
         """
-        return self._workers.convert(replace(job, source=self._source(self._registry.find(model))))
+        return self.workers.convert(replace(job, source=self._source(self.registry.find(model))))
 
     def positions(self, model: Any) -> int | None:
         """The most positions of the model that a request describes; None if no limit is known.
 
         Raises as ModelRegistry.find().
         """
-        key = self._registry.find(model)
-        served = self._registry.loaded.get(key)
+        key = self.registry.find(model)
+        served = self.registry.loaded.get(key)
         return (
             positions_of(load_config(local_folder(key.model)))
             if served is None
@@ -140,14 +138,14 @@ class PromptPreparation:
     def load(self, key: ModelKey) -> None:
         """Have a worker load a model's tokenizer while the model itself is loaded."""
         try:
-            self._workers.load(self._source(key))
+            self.workers.load(self._source(key))
         except (BlockpoolError, OSError, ValueError, RuntimeError) as error:
             log.debug("the tokenizer of %s is loaded with its first prompt: %s", key.model, error)
 
     def _form_tokens(self, key: ModelKey) -> FormTokens | None:
-        served = self._registry.loaded.get(key)
+        served = self.registry.loaded.get(key)
         return (
-            self._forms.tokens_before(key, self._source(key))
+            self.forms.tokens_before(key, self._source(key))
             if served is None
             else served.form_tokens
         )
@@ -157,13 +155,13 @@ class PromptPreparation:
 
         None if it takes no images.
         """
-        served = self._registry.loaded.get(key)
+        served = self.registry.loaded.get(key)
         return processor_of(
             load_config(local_folder(key.model)) if served is None else served.provider.config
         )
 
     def _source(self, key: ModelKey) -> TokenizerSource:
-        served, template = self._registry.loaded.get(key), self._registry.template
+        served, template = self.registry.loaded.get(key), self.registry.template
         folder = local_folder(key.model) if served is None else served.provider.folder
         return TokenizerSource(
             str(folder), template._tokenizer_config, template.cli_args.use_default_chat_template
@@ -171,9 +169,9 @@ class PromptPreparation:
 
     def _rendered(self, job: PromptJob, key: ModelKey) -> PreparedPrompt:
         try:
-            return self._workers.prepare(job)
+            return self.workers.prepare(job)
         except RequestTooLargeError as error:
-            served = self._registry.loaded.get(key)
+            served = self.registry.loaded.get(key)
             if (
                 served is not None
                 and served.positions is not None
@@ -183,8 +181,8 @@ class PromptPreparation:
             raise
 
     def _job(self, request: Any, args: Any) -> PromptJob:
-        served = self._registry.loaded.get(args.model)
-        options = self._registry.template.cli_args.chat_template_args
+        served = self.registry.loaded.get(args.model)
+        options = self.registry.template.cli_args.chat_template_args
         job = PromptJob(
             self._source(args.model),
             request.request_type,

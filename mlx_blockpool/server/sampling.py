@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -84,17 +85,17 @@ class OwnRandomness:
         return drawn
 
 
+@dataclass(eq=False)
 class SeededSampler:
     """mlx-lm's sampler over a separate random state, of which every draw takes `keys` keys."""
 
-    def __init__(self, draw: Sampler, randomness: OwnRandomness, keys: int) -> None:
-        self._draw = draw
-        self._randomness = randomness
-        self._keys = keys
+    draw: Sampler
+    randomness: OwnRandomness
+    keys: int
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        return self._draw(logprobs)
+        return self.draw(logprobs)
 
     def skip(self, draws: int) -> None:
         """Continue as if this many draws had been made."""
-        self._randomness.skip(draws * self._keys)
+        self.randomness.skip(draws * self.keys)

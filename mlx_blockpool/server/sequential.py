@@ -7,7 +7,7 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -107,15 +107,15 @@ class SequentialCache:
         return (model, self.salt) if self.salt else model
 
 
+@dataclass(eq=False)
 class DraftedPrefix:
     """A prefix cache for the model and one for its draft, each in its own pool.
 
     Their caches go in one list, as in mlx-lm.
     """
 
-    def __init__(self, prefix: TieredPrefixCache, draft: TieredPrefixCache) -> None:
-        self.prefix = prefix
-        self.draft = draft
+    prefix: TieredPrefixCache
+    draft: TieredPrefixCache
 
     def acquire(self, tokens: list[int], max_tokens: int, salt: bytes = SHARED) -> Acquired:
         """Caches of both that end at the same token.
@@ -167,6 +167,7 @@ class DraftedPrefix:
         return caches[:first], caches[first:]
 
 
+@dataclass
 class SequentialReply:
     """A reply's queue, as mlx-lm's sequential path writes to it.
 
@@ -176,21 +177,14 @@ class SequentialReply:
     ConnectionAbortedError and a reply with the token computed last.
     """
 
-    def __init__(
-        self,
-        reply: Reply,
-        cache: SequentialCache,
-        mark: Callable[[], None],
-        explain: Callable[[Reply, int, Lookup | None], None],
-    ) -> None:
-        self._reply = reply
-        self._cache = cache
-        self._mark = mark
-        self._explain = explain
+    reply: Reply
+    cache: SequentialCache
+    mark: Callable[[], None]
+    explain: Callable[[Reply, int, Lookup | None], None]
 
     def put(self, item: Any) -> None:
-        reply = self._reply
-        self._mark()
+        reply = self.reply
+        self.mark()
         if isinstance(item, GenerationContext):
             reply.context = item
             return
@@ -203,19 +197,19 @@ class SequentialReply:
             return
         if not reply.is_begun and reply.context is not None:
             cached = reply.context.prompt_cache_count
-            self._explain(reply, cached, self._cache.lookup)
-            reply.watch.started(cached, self._cache.lookup)
+            self.explain(reply, cached, self.cache.lookup)
+            reply.watch.started(cached, self.cache.lookup)
             reply.begin(cached)
         reply.put(item)
         self._watch(item)
 
     def _watch(self, item: Any) -> None:
         if item is None:
-            self._reply.leave()
+            self.reply.leave()
         elif isinstance(item, tuple):
-            self._reply.watch.progress(*item)
+            self.reply.watch.progress(*item)
         else:
-            self._reply.watch.token(item.finish_reason)
+            self.reply.watch.token(item.finish_reason)
 
 
 def serve_alone(generator: Any, served: Any, reply: Reply, stream: mx.Stream) -> None:

@@ -94,6 +94,7 @@ class SwapPlan:
     by_command: bool = False
 
 
+@dataclass(eq=False)
 class ModelQueue:
     """The requests of loaded models start in the order in which they are due; they overtake the
     others for `patience` seconds.
@@ -106,17 +107,12 @@ class ModelQueue:
     to wait for a model to be idle lets later requests pass.
     """
 
-    def __init__(
-        self,
-        patience: float,
-        linger: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-        drain: float = 0.0,
-    ) -> None:
-        self.patience = patience
-        self.drain = drain
-        self.linger = linger
-        self.clock = clock
+    patience: float
+    linger: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    drain: float = 0.0
+
+    def __post_init__(self) -> None:
         # In the order in which they are due.
         self._entries: list[QueueEntry] = []
 

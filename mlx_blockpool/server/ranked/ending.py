@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...errors import GroupLostError
@@ -67,6 +68,7 @@ class Flushes(Protocol):
     def flush(self, seconds: float) -> bool: ...
 
 
+@dataclass(eq=False)
 class Loss:
     """The end of a rank that has lost its group, for the thread that notices it first.
 
@@ -82,23 +84,15 @@ class Loss:
     seconds: for the writers; the process ends at most `grace` later.
     """
 
-    def __init__(
-        self,
-        leave: Callable[[], Any],
-        stores: Callable[[], Iterable[Flushes]],
-        seconds: float,
-        fail: Callable[[Exception], Any] = lambda error: None,
-        answered: Callable[[], Any] = lambda: None,
-        grace: float = 1.0,
-        end_process: Callable[[int], Any] = os._exit,
-    ) -> None:
-        self._leave = leave
-        self._stores = stores
-        self._seconds = seconds
-        self._fail = fail
-        self._answered = answered
-        self._grace = grace
-        self._end_process = end_process
+    leave: Callable[[], Any]
+    stores: Callable[[], Iterable[Flushes]]
+    seconds: float
+    fail: Callable[[Exception], Any] = lambda error: None
+    answered: Callable[[], Any] = lambda: None
+    grace: float = 1.0
+    end_process: Callable[[int], Any] = os._exit
+
+    def __post_init__(self) -> None:
         self._begun = threading.Lock()
 
     def end(self, error: BaseException) -> None:
@@ -108,7 +102,7 @@ class Loss:
         if not self._begun.acquire(blocking=False):
             threading.Event().wait()
         # Not even a log whose reader hangs may delay it.
-        late = threading.Timer(self._seconds + self._grace, self._end_process, [LOST])
+        late = threading.Timer(self.seconds + self.grace, self.end_process, [LOST])
         late.daemon = True
         late.start()
         lost = (
@@ -118,24 +112,24 @@ class Loss:
         )
         lost.__cause__ = error.__cause__ if lost is error else error
         for act in (
-            self._leave,
-            lambda: self._fail(lost),
+            self.leave,
+            lambda: self.fail(lost),
             lambda: self._log(lost),
             self._flush,
-            self._answered,
+            self.answered,
         ):
             try:
                 act()
             except Exception:
                 log.exception("the end of a lost group continues after an error")
         late.cancel()
-        self._end_process(LOST)
+        self.end_process(LOST)
 
     def _log(self, error: Exception) -> None:
         log.critical("%s This rank ends with status %d.", error, LOST, exc_info=error)
 
     def _flush(self) -> None:
-        until = time.monotonic() + self._seconds
-        for store in self._stores():
+        until = time.monotonic() + self.seconds
+        for store in self.stores():
             if not store.flush(max(0.0, until - time.monotonic())):
                 log.error("not all that was to be written is on disk; the rest is computed again")
