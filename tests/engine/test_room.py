@@ -178,6 +178,25 @@ def pin_a_prompt(engine: Any, prefix: Any, tokens: int) -> tuple[int, ...]:
     return prompt
 
 
+def test_three_agents_resume_before_what_they_replace_in_memory_for_a_dozen_states() -> None:
+    """The checkpoint after what is replaced gives way first, although it is the later one."""
+    engine, prefix = make_engine("lfm2")
+    prefix.arena.state_bytes = 12 * prefix.arena.spec.fixed_bytes_per_agent()
+    chats, ends = {agent: list(words(9, 100)) for agent in range(3)}, dict.fromkeys(range(3), 0)
+    for turn in range(5):
+        for agent, chat in chats.items():
+            chat += words(10 * agent + turn, 60)
+            replaced = words(100 + 10 * agent + turn, 20)
+            end, whole = len(chat), len(chat) + len(replaced)
+            marks = [(100, "system"), (end, "user"), (whole, "assistant")]
+            (uid,), told = serve(engine, [[*chat, *replaced, 1, 2]], breakpoints=marks)
+            if turn:
+                assert told.started[uid].cached == ends[agent]
+            ends[agent] = end
+            chat += told.tokens[uid]
+    prefix.check()
+
+
 def test_a_request_that_finds_all_blocks_pinned_fails_alone_and_the_next_one_is_served() -> None:
     engine, prefix = make_engine("llama", bytes_of("llama", 512))
     pinned = pin_a_prompt(engine, prefix, 300)
