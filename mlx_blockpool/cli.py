@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import agents, patch, plan, plugin, store, top, transfer
+from .commands import agents, launch, patch, plan, plugin, service, store, top, transfer
 from .commands.doctor import command as doctor
 from .errors import BlockpoolError
 from .model_files.device import mlx_problem
@@ -24,7 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
-    args, rest = parser.parse_known_args(arguments[:1] if arguments[:1] == ["serve"] else arguments)
+    own, passed_on = arguments, []
+    if arguments[:1] == ["serve"]:
+        own = arguments[:1]
+    elif arguments[:1] in (["launch"], ["service"]) and "--" in arguments:
+        end = arguments.index("--")
+        own, passed_on = arguments[:end], arguments[end + 1 :]
+    args, rest = parser.parse_known_args(own)
+    args.rest = passed_on
     try:
         if args.command == "serve":
             from .server.app import main as serve
@@ -55,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(
         "serve", add_help=False, help="mlx-lm's server on a block pool; --help lists its options"
+    )
+    launch.add_options(
+        commands.add_parser("launch", help="start a coding client, and the server if none runs")
+    )
+    service.add_options(
+        commands.add_parser("service", help="run the server in the background from login on")
     )
     patch.add_options(
         commands.add_parser(

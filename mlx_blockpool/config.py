@@ -5,6 +5,7 @@ A ClassVar is the same for all servers; the fields are those that a server may s
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -535,6 +536,14 @@ def check_port(port: int, least: int = 1) -> int:
     if not least <= port <= 65535:
         raise BlockpoolError(f"--port must be between {least} and 65535 (got {port})")
     return port
+
+
+def user_config_folder() -> Path:
+    """Where a user's settings for mlx-blockpool are: in $XDG_CONFIG_HOME if that is an absolute
+    path, else ~/.config, also on macOS.
+    """
+    given = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".config") / "mlx-blockpool"
 
 
 def check_url(url: str) -> str:

@@ -18,7 +18,7 @@ from thorough import TRIES, choose, mark_samples
 # No test may look for a model or a cache outside of what it made.
 os.environ["HF_HUB_OFFLINE"] = "1"
 CACHES = tempfile.TemporaryDirectory(prefix="mlx-blockpool-tests-")
-os.environ["XDG_CACHE_HOME"] = CACHES.name
+os.environ["XDG_CACHE_HOME"] = os.environ["XDG_CONFIG_HOME"] = CACHES.name
 # Without bytecode on disk each process would compile what it imports, and each run would rewrite
 # the tests' asserts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

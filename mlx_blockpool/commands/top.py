@@ -122,7 +122,7 @@ class Server:
 
         A fact that an older server lacks is None. Raises BlockpoolError.
         """
-        facts = {name: self._get(path, seconds) for name, path in PATHS.items()}
+        facts = {name: self.get(path, seconds) for name, path in PATHS.items()}
         if facts["cache"] is None:
             raise BlockpoolError(
                 f"{self.url} is not a server of mlx-blockpool: it has no /v1/cache. Give --url "
@@ -141,7 +141,7 @@ class Server:
             except BlockpoolError as error:
                 self.problem = str(error)
 
-    def _get(self, path: str, seconds: float) -> Any:
+    def get(self, path: str, seconds: float) -> Any:
         """The JSON object at a path, or None if the server does not serve it.
 
         Raises BlockpoolError.

@@ -307,7 +307,7 @@ def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
 
         def parse_args(self, *_: Any, **__: Any) -> Any:
             options.add_options(self)
-            args = super().parse_args(options.with_settings(arguments))
+            args = super().parse_args(options.with_settings(arguments, self))
             check_port(args.port, least=0)
             args.model = args.model and model_path(args.model)
             return args

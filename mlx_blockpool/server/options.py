@@ -5,6 +5,7 @@ they make.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import tomllib
@@ -32,6 +33,7 @@ from ..config import (
     kv_bits,
     parse_bytes,
     parse_seconds,
+    user_config_folder,
 )
 from ..errors import BlockpoolError
 from .access import host_name
@@ -40,6 +42,7 @@ from .watch.kv_events import is_bound
 KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # mlx-lm's default of --allowed-origins. A tuple, because a user's own `*` is a list.
 ANY_ORIGIN = ("*",)
+CONFIG_FILE = "config.toml"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -167,14 +170,14 @@ def _add_access_options(add: Callable[..., Any]) -> None:
 
 
 def _add_settings(add: Callable[..., Any]) -> None:
-    """--settings, and the options for experiments that belong in its file: --help leaves them
+    """--config, and the options for experiments that belong in its file: --help leaves them
     out.
     """
     settings = (
         'A TOML file of options, such as store-bytes = "40GB", also of those for experiments that '
-        "are not listed here"
+        f"are not listed here (default: ~/.config/mlx-blockpool/{CONFIG_FILE}, if it is there)"
     )
-    add("--settings", type=Path, metavar="FILE", help=settings)
+    add("--config", type=Path, metavar="FILE", help=settings)
     hidden = partial(add, help=argparse.SUPPRESS)
     hidden("--preallocate", action="store_true")
     hidden("--decode-share", type=_share, default=EngineConfig.decode_share)
@@ -192,40 +195,46 @@ def _add_settings(add: Callable[..., Any]) -> None:
     hidden("--kv-events-form", choices=("map", "array"), default="map")
 
 
-def with_settings(arguments: list[str]) -> list[str]:
-    """Return the arguments with those of the file of --settings before them, so that the command
-    line wins.
+def with_settings(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return the arguments with those of the settings file before them, so that the command line
+    wins. The file is that of --config, or CONFIG_FILE where there is one.
 
-    Raises BlockpoolError for a file that cannot be read, or whose values are not true, strings,
-    numbers or lists of them.
+    parser: of the options that the file may have.
+    Raises BlockpoolError for a file that cannot be read, options that there are not, and values
+    that are not true, strings, numbers or lists of them.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--settings", type=Path)
-    file: Path | None = parser.parse_known_args(arguments)[0].settings
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--config", type=Path)
+    file: Path | None = own.parse_known_args(arguments)[0].config
     if file is None:
-        return arguments
+        file = user_config_folder() / CONFIG_FILE
+        if not file.exists():
+            return arguments
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         advice = "Give a TOML file, with lines such as kv-bits = 8."
-        raise BlockpoolError(f"--settings {file} cannot be read: {error}. {advice}") from error
+        raise BlockpoolError(f"{file} cannot be read: {error}. {advice}") from error
+    known = [name.removeprefix("--") for name in parser._option_string_actions]
     return [
-        part for name, value in found.items() for part in _arguments_of(file, name, value)
+        part for name, value in found.items() for part in _arguments_of(file, name, value, known)
     ] + arguments
 
 
-def _arguments_of(file: Path, name: str, value: Any) -> list[str]:
-    option = f"--{name.replace('_', '-')}"
+def _arguments_of(file: Path, name: str, value: Any, known: list[str]) -> list[str]:
+    option = name.replace("_", "-")
+    if option not in known or option in ("config", "help"):
+        near = difflib.get_close_matches(option, known, 1)
+        advice = f"Is it {near[0]}?" if near else "See `mlx-blockpool serve --help`."
+        raise BlockpoolError(f"{file}: there is no option {name}. {advice}")
     if value is True:
-        return [option]
+        return [f"--{option}"]
     if isinstance(value, list):
         value = ",".join(map(str, value))
     if value is False or not isinstance(value, str | int | float):
         advice = "Leave it out for the default."
-        raise BlockpoolError(
-            f"--settings {file}: {name} must be true, a string, a number or a list. {advice}"
-        )
-    return [f"{option}={value}"]
+        raise BlockpoolError(f"{file}: {name} must be true, a string, a number or a list. {advice}")
+    return [f"--{option}={value}"]
 
 
 def _or_word(parse: Callable[[str], Any], **words: Any) -> Callable[[str], Any]:

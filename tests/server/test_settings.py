@@ -1,4 +1,4 @@
-"""--settings: a TOML file of options.
+"""--config: a TOML file of options.
 
 The command line wins, and a mistake is named with the file.
 """
@@ -6,6 +6,8 @@ The command line wins, and a mistake is named with the file.
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ no-store = true
 def parsed(file: Path, *arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_options(parser)
-    return parser.parse_args(with_settings([*arguments, "--settings", str(file)]))
+    return parser.parse_args(with_settings([*arguments, "--config", str(file)], parser))
 
 
 def test_options_are_read_from_the_file(tmp_path: Path) -> None:
@@ -44,8 +46,33 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     assert (args.decode_share, args.max_models, args.decode_path) == (0.2, 3, "ragged")
 
 
-def test_arguments_without_a_file_are_unchanged() -> None:
-    assert with_settings(["--drafts", "off"]) == ["--drafts", "off"]
+def test_without_a_file_arguments_are_unchanged_and_the_users_own_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert with_settings(["--drafts", "off"], parser) == ["--drafts", "off"]
+    (tmp_path / "mlx-blockpool").mkdir()
+    (tmp_path / "mlx-blockpool/config.toml").write_text("max-models = 2")
+    assert with_settings(["--drafts", "off"], parser) == ["--max-models=2", "--drafts", "off"]
+
+
+def test_every_option_of_the_file_is_one_of_the_server(tmp_path: Path) -> None:
+    """mlx-lm's options too, and a near name is suggested."""
+    file = tmp_path / "settings.toml"
+    file.write_text("decode-shares = 0.7")
+    with pytest.raises(BlockpoolError, match=r"no option decode-shares. Is it decode-share\?"):
+        parsed(file)
+    ran = subprocess.run(
+        [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--config", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "Is it decode-share?" in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -53,7 +80,7 @@ def test_arguments_without_a_file_are_unchanged() -> None:
     [
         ("drafts = ", "Invalid value"),
         ("drafts = false", "drafts must be"),
-        ("[pool]\nbytes = 3", "pool must be"),
+        ("[pool]\nbytes = 3", "no option pool"),
         (None, "No such file"),
     ],
 )
@@ -66,8 +93,8 @@ def test_a_mistake_is_named_with_the_file(tmp_path: Path, text: str | None, name
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["decode-shares = 0.7", "decode-share = 2", 'drafts = "many"'])
-def test_an_unknown_option_or_value_ends_with_the_usage(
+@pytest.mark.parametrize("text", ["decode-share = 2", 'drafts = "many"'])
+def test_an_unknown_value_ends_with_the_usage(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "settings.toml"
