@@ -23,6 +23,7 @@ class Program:
     has_tools: it offers the model a shell, and runs what the model calls.
     appends:   what it sends is what it sent before, with more behind it; so all of that has to be
                known.
+    launched:  its name for `mlx-blockpool launch`, "" if that does not know it.
     """
 
     heading: str
@@ -31,6 +32,7 @@ class Program:
     later: str
     has_tools: bool = True
     appends: bool = True
+    launched: str = ""
 
 
 def install(package: str, folder: Path) -> Path:
@@ -63,21 +65,40 @@ PROGRAMS = {
         "@anthropic-ai/claude-code@2.1.330",
         "-p {} --allowedTools Bash",
         "-p --continue {} --allowedTools Bash",
+        launched="claude",
     ),
     "codex": Program(
-        "Codex", "@openai/codex@0.169.0", f"exec {_CODEX} {{}}", f"exec resume {_CODEX} --last {{}}"
+        "Codex",
+        "@openai/codex@0.169.0",
+        f"exec {_CODEX} {{}}",
+        f"exec resume {_CODEX} --last {{}}",
+        launched="codex",
     ),
-    "opencode": Program("opencode", "opencode-ai@1.18.33", "run {}", "run --continue {}"),
+    "opencode": Program(
+        "opencode", "opencode-ai@1.18.33", "run {}", "run --continue {}", launched="opencode"
+    ),
     "qwen-code": Program(
-        "qwen-code", "@qwen-code/qwen-code@0.15.10", "--yolo {}", "--yolo --continue {}"
+        "qwen-code",
+        "@qwen-code/qwen-code@0.15.10",
+        "--yolo {}",
+        "--yolo --continue {}",
+        launched="qwen",
     ),
     "continue": Program(
         "Continue", "@continuedev/cli@1.5.47", "--auto -p {}", "--auto --resume -p {}"
     ),
     # Without a terminal it begins each conversation anew.
-    "cline": Program("Cline", "cline@3.0.65", "{}", "{}", appends=False),
+    "cline": Program("Cline", "cline@3.0.65", "{}", "{}", appends=False, launched="cline"),
     # Its list of files and its reminders move to the end of each prompt, and it offers no tools.
-    "aider": Program("aider", "aider-chat==0.86.2", _AIDER, _AIDER, has_tools=False, appends=False),
+    "aider": Program(
+        "aider",
+        "aider-chat==0.86.2",
+        _AIDER,
+        _AIDER,
+        has_tools=False,
+        appends=False,
+        launched="aider",
+    ),
     # With nothing queued it asks the model again and again whether it has finished, until the model
     # calls its tool `complete`.
     "gptme": Program(
@@ -86,5 +107,5 @@ PROGRAMS = {
         "--non-interactive {} - /exit",
         "--non-interactive --resume {} - /exit",
     ),
-    "llm": Program("llm", "llm==0.36", "{}", "-c {}", has_tools=False),
+    "llm": Program("llm", "llm==0.36", "{}", "-c {}", has_tools=False, launched="llm"),
 }

@@ -1,9 +1,9 @@
 """A conversation of a real client with the server, alone on a machine: python -m clients.session
-NAME BINARIES FOLDER.
+NAME BINARIES FOLDER [--launch].
 
 Run in a network namespace of its own (unshare --net), whose only interface is loopback. The client
 gets an empty environment, a home in FOLDER, a made-up key, and the settings of its section in the
-README. Writes FOLDER/wire.json.
+README, or is started by `mlx-blockpool launch`. Writes FOLDER/wire.json.
 """
 
 from __future__ import annotations
@@ -105,9 +105,18 @@ def prepare(folder: Path) -> Path:
 
 
 def ask(
-    program: Program, binaries: Path, home: Path, work: Path, question: str, is_first: bool
+    program: Program,
+    binaries: Path,
+    home: Path,
+    work: Path,
+    question: str,
+    is_first: bool,
+    launches: bool,
 ) -> subprocess.CompletedProcess[str]:
     files, lines, command = settings(program.heading)
+    if launches:
+        files, lines = {}, []
+        command = f"{sys.executable} -m mlx_blockpool.cli launch {program.launched} --"
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text)
@@ -120,7 +129,7 @@ def ask(
     )  # fmt: skip
 
 
-def main(name: str, binaries: Path, folder: Path) -> None:
+def main(name: str, binaries: Path, folder: Path, launches: bool) -> None:
     raise_loopback()
     work, home = prepare(folder), folder / "home"
     home.mkdir()
@@ -128,7 +137,7 @@ def main(name: str, binaries: Path, folder: Path) -> None:
     with serving(folder), noted(PORT, SERVER_PORT) as exchanges:
         for number, question in enumerate(QUESTIONS):
             before = len(exchanges)
-            ran = ask(PROGRAMS[name], binaries, home, work, question, number == 0)
+            ran = ask(PROGRAMS[name], binaries, home, work, question, number == 0, launches)
             asked = [exchange.as_dict() for exchange in exchanges[before:]]
             turns.append(
                 {
@@ -142,4 +151,4 @@ def main(name: str, binaries: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), "--launch" in sys.argv)

@@ -46,7 +46,9 @@ def test_the_readme_has_no_other_clients() -> None:
     assert {program.heading for program in PROGRAMS.values()} <= set(headings)
 
 
-def turns_of(name: str, installed: Path, folder: Path) -> list[dict[str, Any]]:
+def turns_of(
+    name: str, installed: Path, folder: Path, launches: bool = False
+) -> list[dict[str, Any]]:
     binaries = install(PROGRAMS[name].package, installed / name)
     alone = [
         "unshare",
@@ -57,6 +59,7 @@ def turns_of(name: str, installed: Path, folder: Path) -> list[dict[str, Any]]:
         name,
         str(binaries),
         str(folder),
+        *(["--launch"] if launches else []),
     ]
     ran = subprocess.run(alone, cwd=TESTS, capture_output=True, text=True, timeout=1500)
     assert ran.returncode == 0, ran.stderr
@@ -65,9 +68,13 @@ def turns_of(name: str, installed: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", NAMES)
-def test_four_turns(name: str, installed: Path, tmp_path: Path) -> None:
-    turns = turns_of(name, installed, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [(name, False) for name in NAMES] + [(n, True) for n, p in PROGRAMS.items() if p.launched],
+)
+def test_four_turns(name: str, launches: bool, installed: Path, tmp_path: Path) -> None:
+    """With the settings of the README, or started by `mlx-blockpool launch`."""
+    turns = turns_of(name, installed, tmp_path, launches)
     exchanges = [[Exchange(**exchange) for exchange in turn["exchanges"]] for turn in turns]
     assert [turn["said"] for turn in turns if turn["status"] != 0] == []
     assert [
