@@ -40,14 +40,9 @@ class SuffixIndex:
 
     def append(self, token: int) -> None:
         """Append a token, which is indexed at once unless others before it are not yet."""
-        number = len(self.tokens)
         self.tokens.append(token)
-        if number == self.num_indexed:
-            key, latest = self._key, self._latest
-            self._earlier.append(latest.get(key, -1))
-            latest[key] = number
-            self._key = (key << _TOKEN_BITS ^ token) & _MASK
-            self.num_indexed = number + 1
+        if self.num_indexed == len(self.tokens) - 1:
+            self.catch_up(1)
 
     def catch_up(self, at_most: int) -> int:
         """Index up to `at_most` tokens. Returns how many."""

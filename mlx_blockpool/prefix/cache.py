@@ -336,16 +336,13 @@ class PrefixCache:
         node = path[-1] if path else self.index.trie.root_of(policy.salt)
         for index, start in enumerate(range(node.end, len(tokens), BLOCK_TOKENS), len(path)):
             edge = encode(tokens[start : start + BLOCK_TOKENS])
+            blocks = tuple(
+                (group, sequence.tables[group].ids[index]) for group in self.arena.full_groups
+            )
             child = self.index.trie.child(node, edge)
             if child is None:
-                blocks = tuple(
-                    (group, sequence.tables[group].ids[index]) for group in self.arena.full_groups
-                )
                 child = self.index.add(node, edge, blocks, kind, policy.owner)
             elif len(edge) == len(child.tokens) and not child.residency.in_memory:
-                blocks = tuple(
-                    (group, sequence.tables[group].ids[index]) for group in self.arena.full_groups
-                )
                 self.index.set_blocks(child, blocks, policy.owner)
             elif len(edge) == len(child.tokens) and child.is_full:
                 for group, block in child.residency.blocks:

@@ -34,14 +34,17 @@ class Accounting:
         # In the order of use: (owner, bytes).
         self._charges: dict[Hashable, tuple[str | None, int]] = {}
         self._sums: Counter[str | None] = Counter()
-        self.total = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self._sums.values())
 
     def charge(self, item: Hashable, n_bytes: int, owner: str | None) -> str | None:
         """Account for a new item; one that has an owner retains it. Returns the owner."""
         if item in self._charges:
             return self._charges[item][0]
         self._charges[item] = owner, n_bytes
-        self._add(owner, n_bytes)
+        self._sums[owner] += n_bytes
         return owner
 
     def use(self, item: Hashable) -> None:
@@ -52,13 +55,9 @@ class Accounting:
     def release(self, item: Hashable) -> None:
         """Stop accounting for an item that is no longer cached."""
         owner, n_bytes = self._charges.pop(item)
-        self._add(owner, -n_bytes)
+        self._sums[owner] -= n_bytes
         if not self._sums[owner]:
             del self._sums[owner]
-
-    def _add(self, owner: str | None, n_bytes: int) -> None:
-        self._sums[owner] += n_bytes
-        self.total += n_bytes
 
     def owner_of(self, item: Hashable) -> str | None:
         """The owner, or None for an item that is not accounted for."""
@@ -85,9 +84,6 @@ class Accounting:
         sums: Counter[str | None] = Counter()
         for owner, n_bytes in self._charges.values():
             sums[owner] += n_bytes
-        assert self.total == sum(sums.values()), (
-            f"{self.total} bytes in total; owners have {dict(sums)}"
-        )
         assert +sums == +self._sums, (
             f"owners add up to {dict(sums)}; {dict(self._sums)} are counted"
         )

@@ -455,25 +455,6 @@ class Trie:
             nodes.append(child)
         return PrefixRef.from_path(nodes, min(ref.tokens, len(nodes) * BLOCK_TOKENS), ref.salt)
 
-    def deepest(self, ref: PrefixRef) -> Node | None:
-        """The last cached edge of a prefix: the end of find(), searched from the end.
-
-        Returns None if nothing is cached.
-        """
-        for index in range(len(ref.hashes) - 1, -1, -1):
-            found = self._by_hash.get(ref.hashes[index])
-            node = None if found is None else found.latest
-            if node is None or node.removed:
-                continue
-            size = ref.tokens - (index + 1) * BLOCK_TOKENS
-            if 0 < size < BLOCK_TOKENS:
-                return next(
-                    (child for child in node.children if _starts_with(child, ref.hashes[-1], size)),
-                    node,
-                )
-            return node
-        return None
-
     def node(self, digest: bytes) -> Node | None:
         """The edge with this hash, which may have been merged into a longer one or removed.
 

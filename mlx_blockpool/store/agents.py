@@ -52,10 +52,6 @@ class Agent:
     pinned: bool = False
     salt: bytes = b""
 
-    @property
-    def last_hash(self) -> bytes | None:
-        return self.hashes[-1] if self.hashes else None
-
 
 def turn_of(
     name: str,

@@ -317,7 +317,7 @@ def fields(agent: Agent) -> Report:
         "shown": shown(agent.name),
         "model": agent.model_id,
         "namespace": agent.namespace,
-        "last_hash": None if agent.last_hash is None else agent.last_hash.hex(),
+        "last_hash": agent.hashes[-1].hex() if agent.hashes else None,
         "tokens": agent.tokens,
         "created": utc(agent.created),
         "used": utc(agent.used),

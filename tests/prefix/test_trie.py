@@ -394,21 +394,6 @@ def test_a_root_is_found_again_by_what_a_record_says_of_it() -> None:
         assert trie.root_named(parent, salt) is None
 
 
-def test_the_deepest_edge_is_the_end_of_find() -> None:
-    trie = trie_of(A, A[:300], [*A[:256], *range(400)], [*A[:500], 7, 8])
-    refs = [
-        PrefixRef.from_path(trie.match(t).path, len(t)).detached()
-        for t in (A, A[:256], A[:300], A[:512], [*A[:500], 7, 8])
-    ]
-    refs.append(PrefixRef((bytes(32), bytes(32)), 300))
-    for _ in range(4):
-        for ref in refs:
-            found = trie.find(ref).path
-            assert trie.deepest(ref) is (found[-1] if found else None)
-        if ends := [node for node in trie if not node.children]:
-            trie.remove(ends[0])
-
-
 def test_edges_under_a_salt_stay_although_only_the_trie_refers_to_them() -> None:
     """As those of records that are on disk alone."""
     trie, salt = Trie("namespace"), bytes(range(SALT_BYTES))

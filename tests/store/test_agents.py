@@ -80,7 +80,7 @@ def test_a_noted_agent_is_there_again(agents: Agents, monkeypatch: pytest.Monkey
     )
     assert Agents(agents.root).get("Old") == found
     assert agents.all() == [found]
-    assert found.last_hash == OLD_HASHES[-1]
+    assert found.hashes[-1] == OLD_HASHES[-1]
     assert {path.name for path in agents.root.iterdir()} == set(DATABASE_FILES)
     assert {path.stat().st_mode & 0o777 for path in agents.root.iterdir()} == {0o600}
     assert agents.root.stat().st_mode & 0o777 == 0o700
@@ -141,7 +141,7 @@ def test_those_used_last_stay_and_of_one_time_those_written_last(
 def test_an_agent_that_has_nothing_yet(agents: Agents) -> None:
     found = one(agents, "new", [], 0)
     assert agents.get("new") == found
-    assert found.last_hash is None
+    assert found.hashes == ()
 
 
 def test_hashes_that_do_not_cover_the_tokens_are_our_own_bug(agents: Agents) -> None:

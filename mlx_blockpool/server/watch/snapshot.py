@@ -210,12 +210,11 @@ def read_model(served: LoadedModel, found: ModelSnapshot) -> Generator[None]:
     agents = [] if served.agents is None else served.agents.known()
     found.pinned = frozenset(() if served.agents is None else served.agents.pinned)
     found.tokens = {agent.name: agent.tokens for agent in agents}
-    for count, agent in enumerate(agents):
-        node = prefix.index.trie.deepest(path_of(agent))
-        if node in numbers:
-            found.ends[agent.name] = numbers[node]
-        if count % EDGES_AT_ONCE == 0:
-            yield
+    for agent in agents:
+        path = prefix.index.trie.find(path_of(agent)).path
+        if path and path[-1] in numbers:
+            found.ends[agent.name] = numbers[path[-1]]
+        yield
     for number, group in enumerate(found.groups):
         blocks = iter(sorted(pool.groups[number].blocks.items(), key=itemgetter(0)))
         while some := list(islice(blocks, BLOCKS_AT_ONCE)):
