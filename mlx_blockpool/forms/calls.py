@@ -206,10 +206,9 @@ def _call(
             # The name is next to the parameters in every protocol.
             at = f"{place.rpartition('.')[0] or place}.name"
             raise SchemaError(
-                at,
-                None,
                 f"this model cannot call a function named {tool.name!r}: use letters, digits, _ "
                 "and -",
+                at,
             )
         return None
 

@@ -16,7 +16,6 @@ from llguidance import LLMatcher, LLParserLimits
 
 from ..config import FormConfig
 from ..errors import FormError
-from .output_format import OutputFormat
 from .vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -127,20 +126,6 @@ class Compiler:
             self._evict()
             return self._bytes
 
-    def content(
-        self,
-        key: Hashable,
-        vocabulary: Vocabulary,
-        wanted: OutputFormat,
-        work: FormCost | None = None,
-        salt: bytes = b"",
-    ) -> LLMatcher:
-        """The matcher of the whole content of a reply.
-
-        Raises FormError with the place of what cannot be kept.
-        """
-        return self.compile(key, vocabulary, wanted.grammar, wanted.place, work, salt)
-
     def compile(
         self,
         key: Hashable,
@@ -157,7 +142,7 @@ class Compiler:
         salt:   of the request: the time that compiling takes does not reveal what was compiled
                 under another salt.
         """
-        scope = key, salt
+        scope, work = (key, salt), work or FormCost()
         found = self._known(scope, grammar, work)
         if found is None:
             with self._compiling:
@@ -165,7 +150,7 @@ class Compiler:
                 found = self._known(scope, grammar, work)
                 if found is None:
                     kept = on_deep_stack(lambda: self._compiled(vocabulary, grammar))
-                    (work or FormCost()).follow(kept)
+                    work.follow(kept)
                     self._keep(scope, grammar, kept)
                     found = kept.found
         if isinstance(found, str):
@@ -188,7 +173,7 @@ class Compiler:
         with self._changing:
             self._kept.clear()
 
-    def _known(self, scope: Scope, grammar: str, work: FormCost | None) -> LLMatcher | str | None:
+    def _known(self, scope: Scope, grammar: str, work: FormCost) -> LLMatcher | str | None:
         with self._changing:
             self._evict()
             kept = self._kept.get((scope, grammar))
@@ -198,7 +183,7 @@ class Compiler:
                 or kept.grown > self.config.compiled_bytes // 2
             ):
                 return None
-            (work or FormCost()).follow(kept)
+            work.follow(kept)
             self.hits += 1
             self._kept.move_to_end((scope, grammar))
             return kept.found

@@ -27,6 +27,7 @@ from .schema import (
     JsonSchema,
     Schema,
     SchemaError,
+    placed,
     step,
     subschemas,
     with_groups_together,
@@ -125,9 +126,7 @@ class _Walk:
                 self._exclude_bounds(part)
         if not can_be_merged(self.multiples):
             last = next(reversed(self.multiples.values()))
-            raise self._error(
-                last, "multipleOf", "its common multiple with others in the schema is too large"
-            )
+            raise self._error(last, "its common multiple with others in the schema is too large")
         try:
             schema, self.defs = close_objects(schema, self.exact)
         except TooManyNamesError:
@@ -135,26 +134,26 @@ class _Walk:
                 "its allOf, anyOf and $ref combine too many properties: write "
                 "additionalProperties in its objects"
             )
-            raise self._error("", "additionalProperties", why) from None
+            raise self._error("", why) from None
         if isinstance(schema, dict) and self.defs:
             schema = {**schema, "$defs": self.defs}
         elif schema is True:
             schema = {}
         if not Schema(schema).has_finite_value():
-            raise self._error("", None, "no value satisfies it")
+            raise self._error("", "no value satisfies it")
         return schema
 
-    def _error(self, at: str, keyword: str | None, why: str) -> SchemaError:
-        return SchemaError(self.path + at, keyword, why)
+    def _error(self, at: str, why: str) -> SchemaError:
+        return SchemaError(why, self.path + at)
 
     def schema(self, value: Any, at: str, depth: int) -> JsonSchema:
         if isinstance(value, bool):
             return value
         if not isinstance(value, dict):
-            raise self._error(at, None, "a schema is an object, true or false")
+            raise self._error(at, "a schema is an object, true or false")
         if depth > _MOST_DEPTH:
             raise self._error(
-                at, None, f"schemas are nested more than {_MOST_DEPTH} deep, references followed"
+                at, f"schemas are nested more than {_MOST_DEPTH} deep, references followed"
             )
         self._refuse(value, at)
         found: dict[str, Any] = {}
@@ -196,7 +195,7 @@ class _Walk:
     def _leave_out_unique(self, at: str) -> None:
         if self.unkept is None:
             why = "uniqueItems is not supported: leave it out, and drop repeated items of the reply"
-            raise self._error(at, "uniqueItems", why)
+            raise self._error(at, why)
         self.unkept.append(self.path + at)
 
     def _close(self, found: dict[str, Any], at: str) -> None:
@@ -213,12 +212,12 @@ class _Walk:
                 "a pattern with '.', '\\w' or the like is only supported next to properties with "
                 "ASCII names"
             )
-            raise self._error(f"{at}.patternProperties", "patternProperties", why)
+            raise self._error(f"{at}.patternProperties", why)
 
     def _refuse(self, value: dict[str, Any], at: str) -> None:
         for keyword in REFUSED:
             if keyword in value and value[keyword] not in _IDLE.get(keyword, ()):
-                raise self._error(f"{at}.{keyword}", keyword, f"{keyword} is not supported")
+                raise self._error(f"{at}.{keyword}", f"{keyword} is not supported")
         self._check_base(value, at)
         dialect = value.get("$schema")
         if (
@@ -227,12 +226,10 @@ class _Walk:
             and not any(known in dialect for known in _DIALECTS)
         ):
             raise self._error(
-                f"{at}.$schema", "$schema", f"{dialect[:60]} is not supported; use draft 2020-12"
+                f"{at}.$schema", f"{dialect[:60]} is not supported; use draft 2020-12"
             )
         if isinstance(value.get("items"), list) and "prefixItems" in value:
-            raise self._error(
-                f"{at}.items", "items", "items is a schema where prefixItems is given"
-            )
+            raise self._error(f"{at}.items", "items is a schema where prefixItems is given")
 
     def _check_base(self, value: Any, at: str) -> None:
         """References below another `$id` are relative to it."""
@@ -244,13 +241,12 @@ class _Walk:
         ):
             raise self._error(
                 f"{at}.$id",
-                "$id",
                 "$id is only supported below the root of a schema where no $ref is below it",
             )
 
     def _map(self, given: Any, keyword: str, at: str, depth: int) -> dict[str, JsonSchema]:
         if not isinstance(given, dict):
-            raise self._error(at, keyword, f"{keyword} is an object of schemas")
+            raise self._error(at, f"{keyword} is an object of schemas")
         found: dict[str, JsonSchema] = {}
         for name, part in given.items():
             here = at + step(name)
@@ -258,39 +254,33 @@ class _Walk:
             if keyword == "patternProperties":
                 name = self._pattern(name, here)
                 if name in found:
-                    raise self._error(here, keyword, "another pattern matches the same names")
+                    raise self._error(here, "another pattern matches the same names")
             self._check_text(name, here)
             found[name] = schema
         if keyword == "patternProperties":
             self.patterns += len(found)
             if self.patterns > FormConfig.patterns:
                 raise self._error(
-                    at,
-                    keyword,
-                    f"more than {FormConfig.patterns} patterns of names are not supported",
+                    at, f"more than {FormConfig.patterns} patterns of names are not supported"
                 )
         if len(found) > FormConfig.properties:
-            raise self._error(
-                at, keyword, f"more than {FormConfig.properties} properties are not supported"
-            )
+            raise self._error(at, f"more than {FormConfig.properties} properties are not supported")
         return found
 
     def _list(self, given: Any, keyword: str, at: str, depth: int) -> list[JsonSchema]:
         if not isinstance(given, list) or not given:
-            raise self._error(at, keyword, f"{keyword} is a list of schemas that is not empty")
+            raise self._error(at, f"{keyword} is a list of schemas that is not empty")
         return [
             self.schema(part, f"{at}[{number}]", depth + 1) for number, part in enumerate(given)
         ]
 
     def _reference(self, given: Any, at: str, depth: int) -> str:
         schema, place = self.source.root, ""
-        try:
+        with placed((self.path + at).removesuffix(".$ref")):
             for place, schema in self.source.follow(given):
                 if place not in self.checked:
                     self._check_base(schema, place)
                     self.checked.add(place)
-        except SchemaError as error:
-            raise error if error.place else self._error(at, "$ref", error.why) from None
         if place not in self.names:
             name = self.names[place] = str(len(self.names))
             self.defs[name] = self.schema(schema, place, depth + 1)
@@ -301,26 +291,24 @@ class _Walk:
             self._check_names(keyword, given, at)
         elif keyword in _COUNTS:
             if not _is_number(given) or given < 0 or given != int(given):
-                raise self._error(at, keyword, f"{keyword} is a whole number that is not negative")
+                raise self._error(at, f"{keyword} is a whole number that is not negative")
             if keyword.endswith("Items") and given > FormConfig.items:
-                raise self._error(
-                    at, keyword, f"more than {FormConfig.items} items are not supported"
-                )
+                raise self._error(at, f"more than {FormConfig.items} items are not supported")
             return int(given)
         elif keyword in (*_LOWER, *_UPPER, "multipleOf"):
             return self._number(keyword, given, at)
         elif keyword == "const":
-            self._check_constant(given, keyword, at)
+            self._check_constant(given, at)
         elif keyword == "enum":
             if not isinstance(given, list) or not given:
-                raise self._error(at, keyword, "enum is a list that is not empty")
+                raise self._error(at, "enum is a list that is not empty")
             if len(given) > FormConfig.enum_values:
                 raise self._error(
-                    at, keyword, f"more than {FormConfig.enum_values} values are not supported"
+                    at, f"more than {FormConfig.enum_values} values are not supported"
                 )
-            self._check_constant(given, keyword, at)
+            self._check_constant(given, at)
         elif not isinstance(given, str):  # pattern, format
-            raise self._error(at, keyword, f"{keyword} is a text")
+            raise self._error(at, f"{keyword} is a text")
         return self._pattern(given, at) if keyword == "pattern" else given
 
     def _check_names(self, keyword: str, given: Any, at: str) -> None:
@@ -331,72 +319,68 @@ class _Walk:
             or (keyword == "type" and not names)
         ):
             raise self._error(
-                at,
-                keyword,
-                f"{keyword} is {'a name or ' if keyword == 'type' else ''}a list of names",
+                at, f"{keyword} is {'a name or ' if keyword == 'type' else ''}a list of names"
             )
         for name in names:
             self._check_text(name, at)
             if keyword == "type" and name not in TYPES:
                 raise self._error(
-                    at,
-                    keyword,
-                    f"{name[:50]!r} is not a type; types are {', '.join(sorted(TYPES))}",
+                    at, f"{name[:50]!r} is not a type; types are {', '.join(sorted(TYPES))}"
                 )
 
     def _number(self, keyword: str, given: Any, at: str) -> int | float:
         """A bound or a multiple."""
         if not _is_number(given) or (keyword == "multipleOf" and given <= 0):
             raise self._error(
-                at, keyword, f"{keyword} is a number{' above 0' if keyword == 'multipleOf' else ''}"
+                at, f"{keyword} is a number{' above 0' if keyword == 'multipleOf' else ''}"
             )
         if keyword == "multipleOf":
             try:
                 self.multiples.setdefault(multiple(given), at)
             except ValueError as error:
-                raise self._error(at, keyword, f"{keyword} {error}") from None
+                raise self._error(at, f"{keyword} {error}") from None
             return int(given) if given == int(given) else float(given)
         # llguidance takes larger excluded bounds for included ones.
         largest = 10**_DIGITS - 1 if keyword.startswith("exclusive") else _WHOLE
         bound: int | float = min(given, largest) if keyword in _UPPER else max(given, -largest)
         if not is_kept(bound) or abs(bound) > largest:
-            raise self._error(at, keyword, "numbers of more than 15 digits are not supported here")
+            raise self._error(at, "numbers of more than 15 digits are not supported here")
         if bound == int(bound):
             return int(bound)
         self.near_lower.add(math.floor(bound))
         self.near_upper.add(math.ceil(bound))
         return bound
 
-    def _check_constant(self, value: Any, keyword: str, at: str) -> None:
+    def _check_constant(self, value: Any, at: str) -> None:
         if isinstance(value, str):
             self._check_text(value, at)
             if any(
                 (character < " " and character not in "\b\f\n\r\t") or character == "\x7f"
                 for character in value
             ):
-                raise self._error(at, keyword, "control characters are not supported here")
+                raise self._error(at, "control characters are not supported here")
         elif isinstance(value, dict):
             for name, part in value.items():
                 self._check_text(name, at)
-                self._check_constant(part, keyword, at + step(name))
+                self._check_constant(part, at + step(name))
         elif isinstance(value, list):
             for number, part in enumerate(value):
-                self._check_constant(part, keyword, f"{at}[{number}]")
+                self._check_constant(part, f"{at}[{number}]")
         elif isinstance(value, int | float) and not is_kept(value):
-            raise self._error(at, keyword, "numbers of more than 15 digits are not supported here")
+            raise self._error(at, "numbers of more than 15 digits are not supported here")
 
     def _check_text(self, text: str, at: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise self._error(at, None, "half of a surrogate pair is not a character") from None
+            raise self._error(at, "half of a surrogate pair is not a character") from None
 
     def _pattern(self, given: str, at: str) -> str:
         self._check_text(given, at)
         try:
             return common(given)
         except ValueError as error:
-            raise self._error(at, "pattern", str(error)) from None
+            raise self._error(at, str(error)) from None
 
     def _finished(self, found: dict[str, Any], at: str) -> JsonSchema:
         """What keywords need of each other."""
@@ -410,7 +394,7 @@ class _Walk:
                 f"more than {FormConfig.optional_properties} properties that are not required are "
                 "not supported"
             )
-            raise self._error(f"{at}.properties", "properties", most)
+            raise self._error(f"{at}.properties", most)
         least = found.get("minProperties", 0)
         closes = "properties" in found and least <= len(properties.keys() | required)
         is_closed = found.get("additionalProperties", not closes) is False and not found.get(
@@ -421,7 +405,7 @@ class _Walk:
                 "minProperties above the number of required ones and one more needs "
                 "additionalProperties: false"
             )
-            raise self._error(f"{at}.minProperties", "minProperties", why)
+            raise self._error(f"{at}.minProperties", why)
         return with_groups_together(found)
 
     def _exclude_bounds(self, schema: dict[str, Any]) -> None:
@@ -505,9 +489,9 @@ def _measure(schema: Any, path: str) -> None:
     left: list[tuple[Any, int]] = [(schema, 0)]
     for count, (value, depth) in enumerate(left):
         if depth > FormConfig.depth:
-            raise SchemaError(path, None, f"nested more than {FormConfig.depth} deep")
+            raise SchemaError(f"nested more than {FormConfig.depth} deep", path)
         if count >= FormConfig.values:
-            raise SchemaError(path, None, f"more than {FormConfig.values} values")
+            raise SchemaError(f"more than {FormConfig.values} values", path)
         if isinstance(value, dict | list):
             left.extend(
                 (part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)
@@ -515,10 +499,10 @@ def _measure(schema: Any, path: str) -> None:
     try:
         size = len(json.dumps(schema))
     except (TypeError, ValueError) as error:
-        raise SchemaError(path, None, f"not JSON: {error}") from None
+        raise SchemaError(f"not JSON: {error}", path) from None
     if size > FormConfig.schema_bytes:
         raise SchemaError(
-            path, None, f"{size} bytes as JSON; a schema may have {FormConfig.schema_bytes}"
+            f"{size} bytes as JSON; a schema may have {FormConfig.schema_bytes}", path
         )
 
 

@@ -60,9 +60,8 @@ class _Flat:
         for key, (required, each) in declared.items():
             if re.fullmatch(r"\w+", key) is None:
                 raise SchemaError(
-                    f"{place}.properties.{key}",
-                    None,
                     "this model's calls need names of letters, digits and _",
+                    f"{place}.properties.{key}",
                 )
             parts.append(
                 (
@@ -88,7 +87,7 @@ class _Flat:
             ways = [way for each in self._whole.branches(schema) for way in self._ways(each, place)]
         if not ways:
             raise SchemaError(
-                place, None, "no value that the schema allows can be written in this model's calls"
+                "no value that the schema allows can be written in this model's calls", place
             )
         return self._lark.rule(" | ".join(dict.fromkeys(ways)))
 
@@ -136,9 +135,7 @@ class _Flat:
     def _refuse(self, schema: dict[str, Any], keywords: set[str], place: str) -> None:
         for keyword in sorted(keywords & set(schema)):
             raise SchemaError(
-                f"{place}.{keyword}",
-                keyword,
-                f"{keyword} is not supported here in this model's calls",
+                f"{keyword} is not supported here in this model's calls", f"{place}.{keyword}"
             )
 
 

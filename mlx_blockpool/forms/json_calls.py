@@ -70,9 +70,7 @@ def pythonic(lark: Lark, name: str, schema: JsonSchema, place: str) -> str:
     for key, (required, each) in declared.items():
         if not _is_argument(key):
             raise SchemaError(
-                f"{place}.properties.{key}",
-                None,
-                "this model's calls need Python's names of arguments",
+                "this model's calls need Python's names of arguments", f"{place}.properties.{key}"
             )
         if (shown := json.dumps(each)) not in written:
             with placed(f"{place}.properties.{key}"):
@@ -111,7 +109,7 @@ def parameters(
     said = next((key for key in OF_OBJECTS if key in held), None)
     if said is not None:
         raise SchemaError(
-            f"{place}.{said}", said, f"{said} is not supported here by this model's tool calls"
+            f"{said} is not supported here by this model's tool calls", f"{place}.{said}"
         )
     required, properties = held.get("required", []), held.get("properties", {})
     declared = {

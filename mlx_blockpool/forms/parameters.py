@@ -139,7 +139,7 @@ def _closed(out: dict[str, Any], words: tuple[str, ...], pattern: str) -> dict[s
     if "object" in allowed and not in_parts and out.get("additionalProperties", True) is not False:
         if "patternProperties" in out:
             why = "patternProperties needs additionalProperties: false in this model's calls"
-            raise SchemaError("", "patternProperties", why)
+            raise SchemaError(why, ".patternProperties")
         rest = _fenced(out.get("additionalProperties", True), words, pattern)
         out["additionalProperties"] = False
         if out.get("properties"):
@@ -214,7 +214,7 @@ def conditions(
     for key, value in schema.items():
         at = f"{place}.{key}"
         if key in ("anyOf", "oneOf", "enum", "const"):
-            raise SchemaError(at, key, f"{key} is not supported here by this model's tool calls")
+            raise SchemaError(f"{key} is not supported here by this model's tool calls", at)
         if key == "allOf":
             for one in value:
                 reference = (
@@ -228,17 +228,16 @@ def conditions(
         elif key == "format":
             if value not in FORMATS:
                 raise SchemaError(
-                    at, key, f"format {value!r} is not supported by this model's tool calls"
+                    f"format {value!r} is not supported by this model's tool calls", at
                 )
             found.append(FORMATS[value])
     if "minLength" in schema or "maxLength" in schema:
         found.append(f"(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}")
     if len(found) > MOST_CONDITIONS:
         raise SchemaError(
-            place,
-            None,
             f"more than {MOST_CONDITIONS} patterns of one text are not supported by this model's "
             "tool calls",
+            place,
         )
     return found
 
@@ -251,10 +250,9 @@ def _searched(pattern: str, place: str) -> str:
     bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", core, flags=re.DOTALL)
     if re.search(r"[\^$]", bare) or ("|" in _top(bare) and (ends or core != pattern)):
         raise SchemaError(
-            place,
-            "pattern",
             "^ and $ are supported at the ends of the whole pattern only by this model's tool "
             "calls",
+            place,
         )
     before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if ends else "(?s:.*)"
     return f"{before}(?:{core}){after}"

@@ -53,24 +53,22 @@ _DEPTH = 16  # of the parts of schemas that are compared
 
 
 class SchemaError(FormError):
-    """A schema that cannot be kept. `keyword`: the one that cannot; None: the schema as a whole."""
+    """A schema that cannot be kept.
 
-    def __init__(self, place: str, keyword: str | None, why: str) -> None:
-        self.keyword = keyword
-        super().__init__(why, place)
+    A place that begins with a point is relative to the part of a schema that is read: placed()
+    completes it, and so is none.
+    """
 
 
 @contextmanager
 def placed(place: str) -> Iterator[None]:
-    """Give a SchemaError without a place this one, with its keyword."""
+    """Let the place of a SchemaError begin with this one if it is relative."""
     try:
         yield
     except SchemaError as error:
-        if error.place:
+        if error.place and not error.place.startswith("."):
             raise
-        raise SchemaError(
-            f"{place}.{error.keyword}" if error.keyword else place, error.keyword, error.why
-        ) from error
+        raise SchemaError(error.why, f"{place}{error.place}") from error
 
 
 def without_refused(
@@ -123,7 +121,7 @@ class Schema:
         """
         if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
             raise SchemaError(
-                "", "$ref", "only references within the schema, as #/$defs/name, are supported"
+                "only references within the schema, as #/$defs/name, are supported", ".$ref"
             )
         value, place = self.root, ""
         yield place, value
@@ -139,14 +137,14 @@ class Schema:
             ):
                 value, place = value[int(name)], f"{place}[{int(name)}]"
             else:
-                raise SchemaError("", "$ref", f"{reference[:100]} names nothing in the schema")
+                raise SchemaError(f"{reference[:100]} names nothing in the schema", ".$ref")
             yield place, value
 
     def target(self, reference: Any) -> JsonSchema:
         """The schema that a reference names. Raises SchemaError."""
         *_, (_, found) = self.follow(reference)
         if not isinstance(found, dict | bool):
-            raise SchemaError("", "$ref", f"{reference[:100]} names no schema")
+            raise SchemaError(f"{reference[:100]} names no schema", ".$ref")
         return found
 
     def resolve(self, part: JsonSchema) -> JsonSchema:
@@ -158,7 +156,7 @@ class Schema:
         while isinstance(part, dict) and "$ref" in part:
             reference = part["$ref"]
             if reference in seen:
-                raise SchemaError("", "$ref", f"$ref leads to itself: {reference}")
+                raise SchemaError(f"$ref leads to itself: {reference}", ".$ref")
             seen.append(reference)
             part = both(
                 self.target(reference), {key: value for key, value in part.items() if key != "$ref"}
@@ -207,7 +205,7 @@ class Schema:
                     f"a union of more than {_MOST_BRANCHES} schemas is not supported by this "
                     "model's tool calls"
                 )
-                raise SchemaError("", None, why)
+                raise SchemaError(why)
             each, seen = waiting.pop()
             reference = json.dumps(each) if isinstance(each, dict) and "$ref" in each else None
             if reference in seen:
@@ -219,7 +217,7 @@ class Schema:
                     "oneOf is not supported by this model's tool calls where two of its schemas "
                     "may match: use anyOf"
                 )
-                raise SchemaError("", "oneOf", why)
+                raise SchemaError(why, ".oneOf")
             if "anyOf" in inner:
                 rest = without(inner, "anyOf")
                 # Backwards: the last one is taken first.

@@ -71,16 +71,14 @@ class TagCall:
         if isinstance(schema, bool):
             schema = {}
         if "object" not in self.whole.types(schema):
-            raise SchemaError(
-                f"{self.place}.type", "type", "the parameters of a function are an object"
-            )
+            raise SchemaError("the parameters of a function are an object", f"{self.place}.type")
         for keyword in WHOLE:
             if keyword in schema:
                 why = (
                     f"{keyword} is not supported by this model's tool calls, which write each "
                     "argument on its own"
                 )
-                raise SchemaError(f"{self.place}.{keyword}", keyword, why)
+                raise SchemaError(why, f"{self.place}.{keyword}")
         required, properties = schema.get("required", []), dict(schema.get("properties", {}))
         if (
             not properties
@@ -101,7 +99,7 @@ class TagCall:
             place = f"{self.place}.properties.{key}"
             if not re.fullmatch(KEY, key):
                 raise SchemaError(
-                    place, None, "this model's tool calls cannot write a parameter of this name"
+                    "this model's tool calls cannot write a parameter of this name", place
                 )
             written = self._argument(
                 "", self.tags.key.replace("{key}", key), properties[key], place
@@ -149,9 +147,7 @@ class TagCall:
         for kind, value in written:
             values.setdefault(kind if "{type}" in key else "", []).append(value)
         if not values:
-            raise SchemaError(
-                place, None, "this model's tool calls can write no value of this schema"
-            )
+            raise SchemaError("this model's tool calls can write no value of this schema", place)
         ways = [
             f"{before} {self.lark.literal(key.replace('{type}', kind))} "
             f"({' | '.join(dict.fromkeys(each))})"
@@ -200,7 +196,7 @@ class TagCall:
         others = without(branch, "enum", "const")
         if set(others) - {"type", "$defs", "$comment"}:
             why = "enum is supported by this model's tool calls without other keywords alone"
-            raise SchemaError(f"{place}.enum", "enum", why)
+            raise SchemaError(why, f"{place}.enum")
         kinds = own_types(others)
         for value in constants(branch) or []:
             raw = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -199,7 +199,9 @@ class Forms:
                 "thinking",
                 wanted.place,
             )
-        return self._compiler.content(key, tokens.vocabulary, wanted, work, salt)
+        return self._compiler.compile(
+            key, tokens.vocabulary, wanted.grammar, wanted.place, work, salt
+        )
 
     def _calls(
         self,
@@ -232,9 +234,8 @@ class Forms:
             if tool.place is not None:
                 # The tool that is refused by itself too is named, and the place in its schema where
                 # that is known.
-                self._compiler.content(
-                    key, tokens.vocabulary, OutputFormat("json", tool.schema, tool.place), salt=salt
-                )
+                grammar = OutputFormat("json", tool.schema, tool.place).grammar
+                self._compiler.compile(key, tokens.vocabulary, grammar, tool.place, salt=salt)
                 grammar = call_grammar(tokens.parser, [tool], tokens.vocabulary)
                 self._compiler.compile(key, tokens.vocabulary, grammar, tool.place, salt=salt)
         raise failed

@@ -62,7 +62,7 @@ class Writer:
         """None: the schema is refused."""
         try:
             wanted = OutputFormat("json", json.dumps(exact(schema, "schema")), "schema")
-            matcher = self.compiler.content("writer", self.vocabulary, wanted)
+            matcher = self.compiler.compile("writer", self.vocabulary, wanted.grammar, wanted.place)
         except FormError:
             return None
         return ReplyForm(

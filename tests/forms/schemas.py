@@ -58,9 +58,8 @@ def compiled(schema: Any) -> LLMatcher:
 
 
 def compiled_as(kind: Any, text: str, place: str) -> LLMatcher:
-    return Compiler(FormConfig()).content(
-        "bytes", vocabulary_of_bytes(), OutputFormat(kind, text, place)
-    )
+    grammar = OutputFormat(kind, text, place).grammar
+    return Compiler(FormConfig()).compile("bytes", vocabulary_of_bytes(), grammar, place)
 
 
 def refusal(schema: Any) -> str | None:

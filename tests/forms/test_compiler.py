@@ -28,7 +28,8 @@ def accepts(found: Any, text: str) -> bool:
 
 
 def compile_content(compiler: Compiler, kind: Any, text: str) -> Any:
-    return compiler.content("key", vocabulary_of("bpe"), OutputFormat(kind, text, "here"))
+    grammar = OutputFormat(kind, text, "here").grammar
+    return compiler.compile("key", vocabulary_of("bpe"), grammar, "here")
 
 
 def test_a_hundred_threads_compile_one_grammar_once() -> None:

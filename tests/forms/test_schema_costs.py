@@ -43,7 +43,7 @@ def test_branches_that_share_an_enum_look_at_it_once(typed: list[int]) -> None:
 def test_of_names_that_begin_alike_the_refused_one_is_left_out() -> None:
     def build(given: dict[str, Any]) -> dict[str, Any]:
         if given["properties"]["a.b"] is not True:
-            raise SchemaError(".properties.a.b", "pattern", "refused")
+            raise SchemaError("refused", ".properties.a.b")
         return given
 
     asked = {"type": "object", "properties": {"a": {"type": "integer"}, "a.b": {"pattern": "x"}}}

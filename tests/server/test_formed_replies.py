@@ -193,11 +193,8 @@ class Reply:
                 marks, size, self._grammar("reply" if self.mode == "must" else "call"), state="form"
             )
         if self.mode == "content":
-            content = COMPILER.content(
-                self.key,
-                self.vocabulary,
-                OutputFormat("json", json.dumps(exact(CONTENT, "")), "here"),
-            )
+            wanted = OutputFormat("json", json.dumps(exact(CONTENT, "")), "here")
+            content = COMPILER.compile(self.key, self.vocabulary, wanted.grammar, wanted.place)
             return ReplyForm(marks, size, content, self._grammar("reply"))
         if not marks.call_start:
             return ReplyForm(marks, size, self._grammar("text"), state="form")
