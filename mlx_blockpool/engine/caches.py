@@ -10,11 +10,12 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from ..config import EngineConfig
 from ..drafts.curve import CostCurve
 from ..errors import PoolExhaustedError
+from ..kv.capabilities import Capabilities
 from ..kv.prompt_cache import tokens_held
 from ..prefix.lookup import Lookup
 from ..prefix.salts import SHARED
@@ -43,16 +44,16 @@ class Caches:
     """Layer caches of requests, and the prompts that are cached. This base class is for caches
     without pool and disk.
 
-    ragged:            several sequences decode together, each in its own caches; otherwise one
-                       sequence runs at a time.
+    capabilities:      what the model can do with these caches; without ragged batches one sequence
+                       runs at a time.
     needs_checkpoints: a prompt can be resumed only where a checkpoint was cached.
-    differs:           what the ways of serving that were tried before this one got wrong.
     no_drafts:         why nothing is drafted, whatever the model can do; None: it may be.
     curve:             the seconds of forwards by their rows, where they were measured.
     is_unmeasured:     something of the model's speed is still to be measured.
     unmeasurable:      what of it will not be measured for this load, and why.
     """
 
+    capabilities = Capabilities()
     needs_checkpoints = True
     no_drafts: str | None = None
     curve: CostCurve | None = None
@@ -61,21 +62,12 @@ class Caches:
 
     @property
     def ragged(self) -> bool:
-        return False
-
-    @property
-    def differs(self) -> tuple[str, ...]:
-        return ()
+        return self.capabilities.ragged
 
     @property
     def caches_chunks(self) -> bool:
         """True if caching costs nothing and serves at any token, so that every chunk is cached."""
         return self.ragged and not self.needs_checkpoints
-
-    @property
-    def verifies(self) -> Literal["rows", "padded", "alone"] | None:
-        """How several next tokens of a sequence are computed in one pass: see Capabilities."""
-        return None
 
     @property
     def pads_prompts(self) -> bool:
@@ -201,6 +193,7 @@ class PooledCaches(Caches):
 
     def __init__(self, prefix: TieredPrefixCache) -> None:
         self.prefix = prefix
+        self.capabilities = prefix.arena.capabilities
         self.needs_checkpoints = prefix.arena.spec.needs_checkpoints
         # Where each agent's last turn ended, until the server has noted it.
         self.turns: dict[str, PrefixRef] = {}
@@ -211,14 +204,6 @@ class PooledCaches(Caches):
         # As of the last advance(): the restores that had released their blocks, those of others
         # included, and the lent caches.
         self._released = self._lent = 0
-
-    @property
-    def ragged(self) -> bool:
-        return self.prefix.arena.capabilities.ragged
-
-    @property
-    def differs(self) -> tuple[str, ...]:
-        return self.prefix.arena.capabilities.differs
 
     @property
     def num_arrived(self) -> int:
@@ -234,18 +219,9 @@ class PooledCaches(Caches):
         return (bool(restores.jobs) and not restores.is_stuck) or self.prefix.num_lent > 0
 
     @property
-    def is_writing(self) -> bool:
-        """True while records wait for the store's writer."""
-        return self.prefix.stored.is_writing
-
-    @property
-    def verifies(self) -> Literal["rows", "padded", "alone"] | None:
-        return self.prefix.arena.capabilities.verifies
-
-    @property
     def pads_prompts(self) -> bool:
-        arena = self.prefix.arena
-        return self.ragged and (not arena.state_leaves or arena.capabilities.pads_states)
+        has_states = bool(self.prefix.arena.state_leaves)
+        return self.ragged and (not has_states or self.capabilities.pads_states)
 
     def capacity(self) -> int | None:
         return self.prefix.pool.sequence_capacity()

@@ -316,7 +316,7 @@ class DecodeSteps:
                 config.most_drafted,
                 caches.curve,
                 self.counts,
-                padded=caches.verifies != "rows",
+                padded=caches.capabilities.verifies != "rows",
             )
         elif self.off is not None and config.drafts != "off":
             log.info("Nothing is drafted: %s", self.off)
@@ -342,7 +342,9 @@ class DecodeSteps:
         if not drafts and not batch.is_rolled_back:
             return batch.run()
         found = {member: list(draft.tokens) for member, draft in drafts.items()}
-        verify = batch.verify if self._caches.verifies == "rows" else batch.verify_padded
+        verify = (
+            batch.verify if self._caches.capabilities.verifies == "rows" else batch.verify_padded
+        )
         # Next to other members, and in batches that are not ragged, a forced run may stay without a
         # pass, so that its tokens are drafted like any others.
         appends = len(batch) == 1 and self._caches.ragged
@@ -418,7 +420,11 @@ class DecodeSteps:
 
     def _choose(self, batch: DecodeBatch, drafting: Drafting) -> dict[Sequence, Draft]:
         """The drafts of those members for which they pay in this step."""
-        if len(batch) > 1 and self._caches.verifies == "alone" and drafting.fixed is None:
+        if (
+            len(batch) > 1
+            and self._caches.capabilities.verifies == "alone"
+            and drafting.fixed is None
+        ):
             # A forward for each number of tokens takes about as long as one for all members, so
             # that the others would lose too much.
             return {}
@@ -456,7 +462,7 @@ def _why_off(config: EngineConfig, caches: Caches) -> str | None:
         return "drafts are off"
     if caches.no_drafts is not None:
         return caches.no_drafts
-    if caches.verifies is None:
+    if caches.capabilities.verifies is None:
         return (
             "the model does not compute several tokens of a sequence as it computes them one by one"
         )

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
+from ..kv.capabilities import Capabilities
 from ..kv.prompt_cache import tokens_held
 from ..prefix.salts import SHARED
 from .caches import Caches, Opened
@@ -36,11 +37,7 @@ class StockCaches(Caches):
         self._model = model
         self._key = key
         self._prompts = prompts
-        self._no_pool = no_pool
-
-    @property
-    def differs(self) -> tuple[str, ...]:
-        return (self._no_pool,) if self._no_pool else ()
+        self.capabilities = Capabilities(differs=(no_pool,) if no_pool else ())
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
         caches, rest = self._prompts.fetch_nearest_cache(

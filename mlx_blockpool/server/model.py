@@ -496,7 +496,7 @@ class LoadedModel:
 
     def update_report(self) -> None:
         """Replace the figures for GET /v1/cache."""
-        differs = [] if self.caches is None else list(self.caches.differs)
+        differs = [] if self.caches is None else list(self.caches.capabilities.differs)
         self.report = caches.report(self.prefix, self.sequential.stock, self.engine)
         self.report["differs"] = differs
         alarm = self.report.get("alarm")

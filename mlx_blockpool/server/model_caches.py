@@ -208,7 +208,7 @@ def draft_report(engine: BlockPoolBatchEngine) -> Json:
     return {
         "mode": engine.config.drafts,
         "off": engine.steps.off,
-        "verifies": engine.caches.verifies,
+        "verifies": engine.caches.capabilities.verifies,
         "curve": None if curve is None else curve.to_json(),
         "verifications": counts["verifications"],
         **{what: sum(own[what] for own in by_source.values()) for what in ("drafted", "accepted")},

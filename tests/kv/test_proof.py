@@ -113,7 +113,7 @@ def test_a_wrong_spec_gives_the_replies_of_the_models_own_caches(
     ]
     engine = BlockPoolBatchEngine.open(model, ROOMY)
     assert isinstance(engine.caches, StockCaches)
-    (sentence,) = engine.caches.differs
+    (sentence,) = engine.caches.capabilities.differs
     assert "the caches that provider (testing.saboteurs.Provider, " in sentence
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(sentence)
@@ -129,8 +129,8 @@ def test_a_right_spec_of_a_plugin_is_served_as_the_bundled_one_is(
     model = described_by(lambda spec: spec, name, monkeypatch)
     engine = BlockPoolBatchEngine.open(model, ROOMY, bits=bits)
     assert engine.caches.ragged == bundled.caches.ragged
-    assert engine.caches.verifies == bundled.caches.verifies
-    assert engine.caches.differs == bundled.caches.differs
+    assert engine.caches.capabilities.verifies == bundled.caches.capabilities.verifies
+    assert engine.caches.capabilities.differs == bundled.caches.capabilities.differs
 
 
 @pytest.mark.parametrize("change", [wrong.explode, lambda _: "a spec"])
@@ -138,7 +138,7 @@ def test_a_plugin_that_has_no_spec_leaves_the_model_on_its_own_caches(
     change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = BlockPoolBatchEngine.open(described_by(change, "llama", monkeypatch), ROOMY)
-    (sentence,) = engine.caches.differs
+    (sentence,) = engine.caches.capabilities.differs
     assert "provider (testing.saboteurs.Provider, " in sentence
     assert len(replies(engine, [[7, 8, 9]])[0]) == 8
 

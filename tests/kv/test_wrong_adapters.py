@@ -126,7 +126,7 @@ def test_replies_are_those_of_the_models_own_caches(
         for prompt in PROMPTS
     ]
     engine = served(attend, None, monkeypatch)
-    sentence = engine.caches.differs[0]
+    sentence = engine.caches.capabilities.differs[0]
     assert NAMED in sentence
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(sentence)
@@ -139,20 +139,20 @@ def test_replies_are_those_of_the_models_own_caches(
 def test_quantised_blocks_catch_it_too(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = served(WRONG[case][0], KVBits(), monkeypatch)
     assert engine.caches.prefix.arena.spec.bits == KVBits()
-    assert NAMED in engine.caches.differs[0]
+    assert NAMED in engine.caches.capabilities.differs[0]
 
 
 @pytest.mark.parametrize("bits", [None, KVBits()])
 def test_a_right_adapter_is_used(bits: KVBits | None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = served(attend_by_member, bits, monkeypatch)
-    assert not engine.caches.differs
+    assert not engine.caches.capabilities.differs
     assert engine.caches.ragged
 
 
 def test_an_adapter_that_cannot_say_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = served(attend_by_member, None, monkeypatch, explode)
     assert engine.caches.ragged
-    (sentence,) = engine.caches.differs
+    (sentence,) = engine.caches.capabilities.differs
     assert NAMED.removeprefix("with ") in sentence
     assert "raised KeyError: 'rotation'" in sentence
 
@@ -160,5 +160,5 @@ def test_an_adapter_that_cannot_say_what_it_is_for(monkeypatch: pytest.MonkeyPat
 def test_a_pool_too_small_to_prove_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOMY", 1_300_000)
     engine = served(attend_by_member, None, monkeypatch)
-    assert "the pool is too small to prove it" in engine.caches.differs[0]
+    assert "the pool is too small to prove it" in engine.caches.capabilities.differs[0]
     assert replies(engine, [[7, 8, 9]])

@@ -66,7 +66,7 @@ def against_stock(model: str) -> list[Finding]:
     how = "in ragged batches" if engine.caches.ragged else "one by one"
     served = [
         Finding("served", "note", text, "This way of serving is not used; the next one is.")
-        for text in engine.caches.differs
+        for text in engine.caches.capabilities.differs
     ]
     found = _pooled(engine, prompts)
     is_exact = network(mx.zeros((1, 1), mx.int32)).dtype == mx.float32

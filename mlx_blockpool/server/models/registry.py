@@ -665,4 +665,6 @@ def _is_busy(model: LoadedModel) -> bool:
     if model.is_busy:
         return True
     caches = model.caches
-    return isinstance(caches, PooledCaches) and (caches.are_blocks_coming or caches.is_writing)
+    return isinstance(caches, PooledCaches) and (
+        caches.are_blocks_coming or caches.prefix.stored.is_writing
+    )
