@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby, islice
+from typing import NamedTuple
 
 from ..kv.arena import KVArena
 from ..prefix.admission import Admission
@@ -25,7 +26,7 @@ from ..store.paths import FOLDERS
 from ..store.prompt_store import PromptStore
 from ..store.record import HASH_BYTES, Key, Record
 from .checkpoints import CUT, Ledger, StoredCheckpoints, StoredNodes
-from .restore import Restored, RestoreJob, RestorePlan, Restores
+from .restore import RestoreJob, RestorePlan, Restores
 from .write_behind import DiskTier, StoredPrefixes
 
 _NAME_BYTES = 16
@@ -54,6 +55,7 @@ class AgreedLedger(Ledger):
         return self._takes
 
     def agree(self, takes: bool) -> None:
+        """An exchange has found whether the disks of all ranks take records."""
         self._takes = takes
 
     def open(self) -> list[Record]:
@@ -76,11 +78,22 @@ class AgreedLedger(Ledger):
         return ()
 
     def take_lost(self) -> list[Lost]:
+        """What lost() has noted for all ranks since the last call."""
         lost, self._lost = self._lost, []
         groups = groupby(lost, key=lambda each: each[0])
         return [
             Lost(tuple((key.kind, key.hash) for _, key in group), again) for again, group in groups
         ]
+
+
+class Restored(NamedTuple):
+    """This many records of the restore with this number are read, the first ones; whether the
+    next one could not be.
+    """
+
+    number: int
+    records: int
+    has_failed: bool
 
 
 class AgreedRestores(Restores):
@@ -145,12 +158,19 @@ class AgreedRestores(Restores):
             job.advance(seconds=seconds)
 
     def restored(self) -> Restored:
+        """How far this rank has come with the restore that all ranks share next, for its head."""
         job = self._unshared
         return (
-            super().restored() if job is None else Restored(job.number, job.proven, job.has_failed)
+            Restored(0, 0, False)
+            if job is None
+            else Restored(job.number, job.proven, job.has_failed)
         )
 
     def commit(self, heads: Collection[Head]) -> None:
+        """Share what was read for it if every rank has read it, or one cannot.
+
+        `heads` are those of all ranks.
+        """
         job = self._unshared
         if job is None or any(head.restore != job.number for head in heads):
             return
@@ -173,7 +193,9 @@ class AgreedRestores(Restores):
 
 
 class AgreedPrefixes(StoredPrefixes):
-    """The prefixes that all ranks of a group have on disk."""
+    """The prefixes that all ranks of a group have on disk. `agreed`: the ledger."""
+
+    restores: AgreedRestores
 
     def __init__(
         self, index: KVIndex, arena: KVArena, admission: Admission, store: PromptStore, ranks: Ranks
@@ -182,10 +204,33 @@ class AgreedPrefixes(StoredPrefixes):
         super().__init__(index, arena, admission, store)
 
     def _open_ledger(self) -> Ledger:
-        return AgreedLedger(self.store, self._ranks, record_bytes(self.index))
+        self.agreed = AgreedLedger(self.store, self._ranks, record_bytes(self.index))
+        return self.agreed
 
     def _open_restores(self, admission: Admission) -> Restores:
         return AgreedRestores(self.nodes, self.checkpoints, admission, self._ranks)
+
+    def forget(self, lost: Lost) -> None:
+        """Forget records that a rank of the group lacks, on every rank: the others remove their
+        files.
+
+        `again`: they stay queued, and the files of the others serve.
+        """
+        keys = [Key(*key) for key in lost.keys]
+        if lost.again:
+            self.write_again(keys)
+            return
+        for key in keys:
+            self.checkpoints.dequeue_source(key)
+        self.nodes.forget(keys)
+        self.store.remove(keys)
+
+    def close(self) -> bool:
+        # Nothing is agreed with other ranks any more.
+        self.ledger = Ledger(self.store)
+        for lost in self.agreed.take_lost():
+            self.forget(lost)
+        return super().close()
 
 
 def open_tier(

@@ -26,7 +26,6 @@ from ..kv.block_bytes import Content, array_in, as_bytes, contents, copy_in, cop
 from ..kv.quantised import concatenated
 from ..prefix.index import KVIndex
 from ..prefix.trie import Checkpoint, Node
-from ..ranks.facts import Lost
 from ..spec import BLOCK_TOKENS, StateLayer, WindowLayer, blocks_for, safetensors_name
 from ..store.fs import Into
 from ..store.hashing import TOKEN_BYTES, decode, encode
@@ -66,9 +65,6 @@ class Ledger:
         """Whether records may be written now."""
         return self._store.takes()
 
-    def agree(self, takes: bool) -> None:
-        """An exchange has found whether the disks of all ranks take records."""
-
     def open(self) -> list[Record]:
         """Open the store. Returns the records that count as on disk, in the order of use."""
         return self._store.open()
@@ -95,10 +91,6 @@ class Ledger:
         `again`: they are to be written again.
         """
         return list(keys)
-
-    def take_lost(self) -> list[Lost]:
-        """What lost() has noted for all ranks since the last call."""
-        return []
 
 
 Queued = TypeVar("Queued")

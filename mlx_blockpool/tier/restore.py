@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -26,7 +26,6 @@ from ..kv.block_bytes import contents, copy_in
 from ..prefix.admission import Admission
 from ..prefix.cache import in_memory, resumable
 from ..prefix.trie import Checkpoint, Node, Owned, PrefixRef
-from ..ranks.head import Head
 from ..store.fs import Into
 from ..store.reader import READERS, RecordData
 from ..store.record import BLOCK, STATE, WINDOW, Expected, Key
@@ -320,16 +319,6 @@ class RestoreJob:
             self._reading.append((step, self._restores.read(step, scratch.take), scratch))
 
 
-class Restored(NamedTuple):
-    """This many records of the restore with this number are read, the first ones; whether the
-    next one could not be.
-    """
-
-    number: int
-    records: int
-    has_failed: bool
-
-
 class NoRestores:
     """The restores of a cache without a store: there is nothing to read.
 
@@ -363,7 +352,7 @@ class NoRestores:
         self, match: PrefixRef, at_most: int, at_any_cost: bool = False
     ) -> RestorePlan | None:
         """plan(), as far as all ranks of a group can carry it out."""
-        return None
+        return self.plan(match, at_most, at_any_cost)
 
     def use(self, path: Sequence[Node]) -> None:
         """A match was acquired: its path is used now, and counted if it is computed because that
@@ -448,11 +437,6 @@ class Restores(NoRestores):
         self._cheaper.add(match.path[-1])
         return None
 
-    def agree(
-        self, match: PrefixRef, at_most: int, at_any_cost: bool = False
-    ) -> RestorePlan | None:
-        return self.plan(match, at_most, at_any_cost)
-
     def is_worth_reading(self, plan: RestorePlan) -> bool:
         """Return whether reading it takes less time than computing its tokens, as far as both
         were measured.
@@ -530,18 +514,6 @@ class Restores(NoRestores):
         self.jobs.append(job)
         job.read_ahead()
         return job
-
-    def restored(self) -> Restored:
-        """In a group: how far this rank has come with the restore that all ranks share next, for
-        its head.
-        """
-        return Restored(0, 0, False)
-
-    def commit(self, heads: Collection[Head]) -> None:
-        """In a group: share what was read for it if every rank has read it, or one cannot.
-
-        `heads` are those of all ranks.
-        """
 
     @property
     def is_stuck(self) -> bool:

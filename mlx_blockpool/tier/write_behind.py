@@ -20,7 +20,6 @@ from ..prefix.admission import Admission
 from ..prefix.index import KVIndex
 from ..prefix.retention import Retention
 from ..prefix.trie import Node, PrefixRef, records_of
-from ..ranks.facts import Lost
 from ..store.paths import FOLDERS
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, Key, Record
@@ -262,26 +261,7 @@ class StoredPrefixes(DiskTier):
         }
         return figures | restores.rates.report() | self.store.report()
 
-    def forget(self, lost: Lost) -> None:
-        """Forget records that a rank of the group lacks, on every rank: the others remove their
-        files.
-
-        `again`: they stay queued, and the files of the others serve.
-        """
-        keys = [Key(*key) for key in lost.keys]
-        if lost.again:
-            self._write_again(keys)
-            return
-        for key in keys:
-            self.checkpoints.dequeue_source(key)
-        self.nodes.forget(keys)
-        self.store.remove(keys)
-
     def close(self) -> bool:
-        # Nothing is agreed with other ranks any more.
-        lost, self.ledger = self.ledger.take_lost(), Ledger(self.store)
-        for each in lost:
-            self.forget(each)
         until = time.monotonic() + self.store.config.flush_seconds
         left, before = self._num_unwritten(), -1
         # The queue takes a part at a time, and nothing while it is full.
@@ -386,13 +366,13 @@ class StoredPrefixes(DiskTier):
         """Queue failed writes again, remove files that cannot be reached, and follow what other
         processes did.
         """
-        self._write_again(self.ledger.lost(self.store.poll(), again=True))
+        self.write_again(self.ledger.lost(self.store.poll(), again=True))
         changes = self.store.take_changes()
         self.nodes.forget(self.ledger.lost(changes.lost))
         self.nodes.remove_unreachable()
         self.nodes.follow(changes.found if self.ledger.follows else ())
 
-    def _write_again(self, keys: Sequence[Key]) -> None:
+    def write_again(self, keys: Sequence[Key]) -> None:
         """Queue records that are not on disk after all."""
         nodes = [self.index.trie.node(key.hash) for key in keys if key.kind == BLOCK]
         self.nodes.forget(keys, again=True)

@@ -34,8 +34,8 @@ from mlx_blockpool.ranks.driver import GroupDriver
 from mlx_blockpool.ranks.facts import Lost, read, write
 from mlx_blockpool.ranks.head import Act, Head, TurnClock
 from mlx_blockpool.store.prompt_store import PromptStore
+from mlx_blockpool.tier.agreement import Restored
 from mlx_blockpool.tier.cache import TieredPrefixCache
-from mlx_blockpool.tier.restore import Restored
 from mlx_blockpool.tier.write_behind import StoredPrefixes
 
 # By the clock of rank 0.

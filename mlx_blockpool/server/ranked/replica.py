@@ -33,9 +33,8 @@ from ...ranks.wakes import Wakes, connect
 from ...ranks.watchdog import TurnWatchdog
 from ...store.identity import sample
 from ...store.prompt_store import PromptStore
+from ...tier.agreement import AgreedPrefixes, AgreedRestores, Restored
 from ...tier.path_facts import PathFact
-from ...tier.restore import Restored, Restores
-from ...tier.write_behind import StoredPrefixes
 from ..ending import end_on_signals
 from ..model import LoadedModel
 from ..models.registry import ModelRegistry
@@ -45,9 +44,9 @@ from .ending import Loss, RankLauncher
 log = logging.getLogger(__name__)
 
 
-def _stored(models: Iterable[LoadedModel]) -> list[StoredPrefixes]:
+def _stored(models: Iterable[LoadedModel]) -> list[AgreedPrefixes]:
     found = (model.prefix.stored for model in models if model.prefix is not None)
-    return [stored for stored in found if isinstance(stored, StoredPrefixes)]
+    return [stored for stored in found if isinstance(stored, AgreedPrefixes)]
 
 
 def driver_of(model: LoadedModel) -> GroupDriver:
@@ -198,7 +197,7 @@ class Replica:
         self.clock.begin(sent[0].head)
         heads = [each.head for each in sent]
         for stored in _stored(self.models):
-            stored.ledger.agree(all(head.takes for head in heads))
+            stored.agreed.agree(all(head.takes for head in heads))
         if restores is not None:
             restores.commit(heads)
         changes: list[Addressed] = []
@@ -251,10 +250,10 @@ class Replica:
         records that this rank lacks.
         """
         of_paths = [] if model.path_facts is None else model.path_facts.outgoing()
-        lost = [fact for stored in _stored([model]) for fact in stored.ledger.take_lost()]
+        lost = [fact for stored in _stored([model]) for fact in stored.agreed.take_lost()]
         return [*driver_of(model).outgoing(), *of_paths, *lost]
 
-    def _restoring(self) -> Restores | None:
+    def _restoring(self) -> AgreedRestores | None:
         """The restores of the model of which the ranks finish one next: of the same model on all
         of them.
         """
