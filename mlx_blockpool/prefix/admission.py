@@ -6,7 +6,6 @@ that is needed.
     ensure_next_blocks(batch)    reserve the blocks of each sequence's next tokens
     try_reserve_rows(sequence)   reserve those of drafts, if they fit
     reserve, try_reserve         evict as needed and reserve, all or none
-    trim_to                      evict down to a size
 
 Owned by the generation thread.
 """
@@ -14,32 +13,37 @@ Owned by the generation thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PoolExhaustedError
 from ..kv.arena import KVArena
 from ..kv.blocks import BlockTable, by_group
 from ..kv.layer_caches import PooledLayer
+from ..kv.pool import BlockPool
 from ..kv.prompt_cache import blocks_of, leaves_of, take_over
 from ..kv.sequence import SequenceBlocks
 from ..kv.step import missing_blocks
 from ..spec import BLOCK_TOKENS, blocks_for
-from .eviction import evict, evict_for
+from .eviction import evict_for
 from .index import KVIndex
 from .retention import Pins
 
 
+@dataclass
 class Admission:
     """Reserves blocks of `arena` for sequences, and evicts cached prefixes for them.
 
     Timed pins are released for requests, the one that ends soonest first, but not for an insert.
     """
 
-    def __init__(self, arena: KVArena, index: KVIndex, pins: Pins) -> None:
-        self.arena = arena
-        self.pool = arena.pool
-        self.index = index
-        self.pins = pins
+    arena: KVArena
+    index: KVIndex
+    pins: Pins
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.arena.pool
 
     def evict_for(self, counts: Mapping[int, int]) -> None:
         """Evict what counts[group] more blocks need; nothing if that would not be enough."""
@@ -219,18 +223,6 @@ class Admission:
         return self.try_reserve(
             tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables]
         )
-
-    def trim_to(self, n_bytes: int) -> None:
-        """Evict, in every group in turn, until at most `n_bytes` are cached."""
-        went = True
-        while went and self.index.nbytes > max(0, n_bytes):
-            evicted = [
-                first
-                for group in range(len(self.arena.spec.groups))
-                for first in evict(self.pool, group, 1)
-            ]
-            self.index.remove_evicted(evicted)
-            went = self.index.evict_state() or bool(evicted)
 
     def _ends_in_shared_block(self, sequence: SequenceBlocks, group: int, hit: int) -> bool:
         index, token = divmod(hit, BLOCK_TOKENS)

@@ -41,6 +41,7 @@ from ..kv.sequence import SequenceBlocks
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
 from ..store.hashing import encode
 from .admission import Admission
+from .eviction import evict
 from .index import KVIndex
 from .lookup import Lookup, explain
 from .retention import Retention, RetentionPolicy
@@ -442,7 +443,15 @@ class PrefixCache:
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict until at most `n_bytes` are cached, or all the rest is held or pinned."""
-        self.admission.trim_to(n_bytes)
+        went = True
+        while went and self.nbytes > max(0, n_bytes):
+            evicted = [
+                first
+                for group in range(len(self.arena.spec.groups))
+                for first in evict(self.pool, group, 1)
+            ]
+            self.index.remove_evicted(evicted)
+            went = self.index.evict_state() or bool(evicted)
 
     def pin(self, tokens: Tokens[int]) -> int:
         """Keep the cached part of `tokens` in memory until unpin(), without a limit.

@@ -175,7 +175,7 @@ class KVIndex:
     def lost(self, node: Node) -> None:
         """A node is not on disk any more: it leaves the trie unless it is in memory."""
         node.residency.on_disk = False
-        if node.removed or node.merged_into is not None:
+        if not node.is_in_trie:
             return
         self._note(BlocksRemoved((node.hash,), DISK, node.salt))
         if not node.residency.in_memory:

@@ -130,6 +130,7 @@ class Retention:
         }
 
 
+@dataclass
 class Quotas:
     """The most bytes of `index` for each named agent, without a limit if None.
 
@@ -138,10 +139,9 @@ class Quotas:
     other agents own, what is pinned or in use, or blocks that others continue.
     """
 
-    def __init__(self, index: KVIndex, agent_bytes: int | None) -> None:
-        self.index = index
-        self.agent_bytes = agent_bytes
-        self.num_evicted = 0
+    index: KVIndex
+    agent_bytes: int | None
+    num_evicted: int = 0
 
     def limit(self, owner: str) -> int | None:
         return None if owner == ANONYMOUS else self.agent_bytes

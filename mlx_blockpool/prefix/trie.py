@@ -66,6 +66,10 @@ class Node:
         return len(self.tokens) == EDGE_BYTES
 
     @property
+    def is_in_trie(self) -> bool:
+        return not self.removed and self.merged_into is None
+
+    @property
     def latest(self) -> Node:
         """This node, or the longer one that it was merged into."""
         node = self
@@ -445,7 +449,10 @@ class Trie:
         for index, digest in enumerate(ref.hashes):
             size = min(BLOCK_TOKENS, ref.tokens - index * BLOCK_TOKENS)
             parent = nodes[-1] if nodes else root or self.root_of(ref.salt)
-            child = self.child_by_hash(parent, digest)
+            named = self._by_hash.get(digest)
+            child = None if named is None else named.latest
+            if child is not None and not (child.is_in_trie and child.parent is parent):
+                child = None
             if child is None and size < BLOCK_TOKENS:
                 child = next(
                     (child for child in parent.children if _starts_with(child, digest, size)), None
@@ -471,18 +478,6 @@ class Trie:
         """The children that begin with all tokens of `edge`."""
         at = bisect_left(node.children, edge, key=_tokens)
         return takewhile(lambda child: child.tokens.startswith(edge), node.children[at:])
-
-    def child_by_hash(self, parent: Node, digest: bytes) -> Node | None:
-        """The child whose hash is `digest`, or the longer edge that it was merged into.
-
-        Returns None if there is neither.
-        """
-        found = self._by_hash.get(digest)
-        found = None if found is None else found.latest
-        if found is None or found.parent is not parent:
-            return None
-        at = bisect_left(parent.children, found.tokens, key=_tokens)
-        return found if at < len(parent.children) and parent.children[at] is found else None
 
     def add(
         self, node: Node, edge: bytes, residency: Residency | None = None

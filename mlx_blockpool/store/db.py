@@ -27,7 +27,7 @@ import os
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,11 @@ def keep_last(connection: sqlite3.Connection, name: str, most: int) -> None:
         "LIMIT ?)"
     )
     connection.execute(query, (most,))
+
+
+def stamp_text(stamp: Iterable[int]) -> str:
+    """A stamp of a file in a column: an inode may have more bits than SQLite's integers."""
+    return " ".join(map(str, stamp))
 
 
 def _code(error: sqlite3.Error) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from .db import DATABASE_FILE, Database
+from .db import DATABASE_FILE, Database, stamp_text
 from .fs import Stamp
 from .hashing import decode, edge_hash, encode
 from .paths import folder_of, key_of
@@ -61,7 +61,9 @@ class Headers:
         found: dict[str, Record] = {}
         for name, stamp, *note in rows:
             record = (
-                self._record(name, *note) if name in files and stamp == _text(files[name]) else None
+                self._record(name, *note)
+                if name in files and stamp == stamp_text(files[name])
+                else None
             )
             if record is None:
                 self.remove(name)
@@ -107,13 +109,15 @@ class Headers:
         self._changes.append(
             (
                 "INSERT OR REPLACE INTO headers VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (name, _text(stamp), *facts),
+                (name, stamp_text(stamp), *facts),
             )
         )
 
     def touch(self, name: str, stamp: Stamp) -> None:
         """Note another time of a file."""
-        self._changes.append(("UPDATE headers SET stamp = ? WHERE name = ?", (_text(stamp), name)))
+        self._changes.append(
+            ("UPDATE headers SET stamp = ? WHERE name = ?", (stamp_text(stamp), name))
+        )
 
     def remove(self, name: str) -> None:
         """Note that a file was removed."""
@@ -170,11 +174,6 @@ def _deletion(namespace: str) -> tuple[str, tuple[object, ...]]:
     """The statement that deletes the notes of a namespace."""
     folder = folder_of(namespace)
     return "DELETE FROM headers WHERE name > ? AND name < ?", (f"{folder}/", f"{folder}0")
-
-
-def _text(stamp: Stamp) -> str:
-    # An inode may have more bits than SQLite's integers.
-    return " ".join(map(str, stamp))
 
 
 def _checksum(name: str, start: int, extra: str) -> int:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..config import StoreConfig
 from ..errors import StoreError
 from ..model_files.check import WEIGHTS, open_regular, read_header
-from .db import Database, keep_last
+from .db import Database, keep_last, stamp_text
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Digests:
             for stamp in stamps:
                 for (digest,) in self._database.rows(
                     "SELECT digest FROM weights WHERE stamp = ? AND length(digest) = 32",
-                    _text(stamp),
+                    stamp_text(stamp),
                 ):
                     found[stamp] = digest
         except OSError as error:
@@ -188,7 +188,7 @@ class Digests:
         """A disk that fails costs the time to hash again."""
         if not new:
             return
-        rows = [(_text(stamp), digest) for stamp, digest in new.items()]
+        rows = [(stamp_text(stamp), digest) for stamp, digest in new.items()]
         try:
             with self._database.transaction() as connection:
                 connection.executemany("INSERT OR REPLACE INTO weights VALUES (?, ?)", rows)
@@ -201,11 +201,6 @@ def stamp_of(found: os.stat_result) -> FileStamp:
     return FileStamp(
         found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
     )
-
-
-def _text(stamp: FileStamp) -> str:
-    # An inode may have more bits than SQLite's integers.
-    return " ".join(map(str, stamp))
 
 
 # -- identity --------------------------------------------------------------------------------------

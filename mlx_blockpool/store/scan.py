@@ -285,26 +285,18 @@ class RecordChanges:
     lost: list[Key]
 
 
+@dataclass
 class FolderScanner:
-    """Scans `folder` for the records under `namespace`.
+    """Scans the folder for the records under a namespace.
 
-    `about` is written next to them for people to read.
+    `_about` is written next to them for people to read.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        reader: Reader,
-        headers: Headers,
-        namespace: str,
-        about: dict[str, Any],
-    ) -> None:
-        self._folder = folder
-        self._headers = headers
-        self._reader = reader
-        self._about = about
-        self._own = folder_of(namespace) + "/"
-        self._namespace = namespace
+    _folder: Folder
+    _reader: Reader
+    _headers: Headers
+    _namespace: str
+    _about: dict[str, Any]
 
     def describe(self) -> None:
         """Make the namespace's folder, and write down there what it belongs to. Raises OSError."""
@@ -371,11 +363,8 @@ class FolderScanner:
 
     def _scan(self, read: Callable[[list[str]], list[Record | Exception]]) -> FolderChanges:
         changes = self._folder.look()
-        new = [
-            found.name
-            for found in changes.found
-            if found.is_new and found.name.startswith(self._own)
-        ]
+        own = f"{folder_of(self._namespace)}/"
+        new = [found.name for found in changes.found if found.is_new and found.name.startswith(own)]
         gone = set()
         for name, header in zip(new, read(new), strict=True):
             key = key_of(name)

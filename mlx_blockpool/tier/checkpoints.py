@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -526,16 +526,17 @@ class StoredCheckpoints:
         return parts_of(self.rings.contents(segment, cut))
 
 
+@dataclass
 class StoredNodes:
-    """The nodes of `index` that `store` has on disk; `checkpoints` are the checkpoints that it
-    has.
+    """The nodes of an index that a store has on disk, next to the checkpoints that it has.
+
+    _waiting:  records that other processes wrote, and that follow() has not added yet.
     """
 
-    def __init__(self, index: KVIndex, checkpoints: StoredCheckpoints, store: PromptStore) -> None:
-        self._index = index
-        self._checkpoints = checkpoints
-        self._store = store
-        self._waiting: deque[Record] = deque()
+    _index: KVIndex
+    _checkpoints: StoredCheckpoints
+    _store: PromptStore
+    _waiting: deque[Record] = field(default_factory=deque)
 
     def load(self, records: Sequence[Record]) -> None:
         """Rebuild the trie from headers. Records that no chain of parents leads to are left out."""

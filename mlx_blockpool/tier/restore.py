@@ -580,7 +580,8 @@ class Restores(NoRestores):
         """Let all share a block that copy_into_pool() has filled, unless it was dropped or
         computed meanwhile.
         """
-        if step.key.kind == BLOCK and _is_missing(step.node):
+        is_missing = step.node.is_in_trie and not step.node.residency.in_memory
+        if step.key.kind == BLOCK and is_missing:
             self.index.set_blocks(step.node, step.block)
             self.num_restored += step.node.end - step.node.start
 
@@ -601,12 +602,7 @@ class Restores(NoRestores):
         """
         self.rates.restored(busy.amount, busy.seconds)
         node, position = plan.node and plan.node.latest, plan.position
-        if (
-            node is None
-            or node.parent is None
-            or node not in node.parent.children
-            or position in node.residency.checkpoints
-        ):
+        if node is None or not node.is_in_trie or position in node.residency.checkpoints:
             return
         with suppress(PoolExhaustedError):
             self.admission.ensure_states(self.arena.spec.fixed_bytes_per_agent())
@@ -618,11 +614,6 @@ class Restores(NoRestores):
 
 def _is_cached(node: Node) -> bool:
     return node.residency.in_memory or node.residency.on_disk
-
-
-def _is_missing(node: Node) -> bool:
-    """Return whether a node is in the trie, and not in memory."""
-    return not node.residency.in_memory and node.parent is not None and node in node.parent.children
 
 
 class Rate:

@@ -287,7 +287,7 @@ class StoredPrefixes(DiskTier):
             node.residency.in_memory
             and not node.residency.on_disk
             and (parent.parent is None or parent.residency.on_disk)
-            and node in parent.children
+            and node.is_in_trie
         )
 
     def _ensure_on_disk(self, write: CheckpointWrite) -> bool | None:

@@ -115,7 +115,7 @@ def _nodes(stack: list[Node]) -> Iterator[Node]:
     while stack:
         node = stack.pop()
         stack += node.children
-        if not node.removed and node.merged_into is None:
+        if node.is_in_trie:
             yield node
 
 
