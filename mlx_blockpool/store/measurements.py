@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,42 +37,24 @@ class MeasuredOn(NamedTuple):
     weights: str
 
 
-@dataclass(frozen=True)
-class Measured:
-    """`figures` by the name of what was measured, as JSON has them.
-
-    `model` and `date` (ISO 8601) are for people to read.
-    """
-
-    on: MeasuredOn
-    model: str
-    date: str
-    figures: dict[str, Any]
-
-
 class Measurements:
     """The figures of models, remembered in the folder `root`, or in memory for None."""
 
     def __init__(self, root: Path | None) -> None:
         self._database = Database(root)
 
-    def load(self) -> list[Measured]:
-        """All that is remembered, in the order in which it was measured, without damaged rows."""
-        try:
-            rows = self._database.rows(
-                "SELECT measured_on, model, date, figures FROM measurements ORDER BY rowid"
-            )
-        except OSError as error:
-            log.info("measurements cannot be read: %s", error)
-            return []
-        return [measured for row in rows if (measured := _measured(*row)) is not None]
-
     def figures(self, on: MeasuredOn) -> dict[str, Any]:
-        """The figures of a model by name; empty if it was not measured.
+        """The figures of a model by name; empty if it was not measured, or if they cannot be read.
 
         They may be anything that JSON holds.
         """
-        return next((measured.figures for measured in self.load() if measured.on == on), {})
+        query = "SELECT figures FROM measurements WHERE measured_on = ?"
+        try:
+            rows = self._database.rows(query, json.dumps(on))
+            return dict(json.loads(rows[0][0])) if rows else {}
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            log.info("measurements cannot be read: %s", error)
+            return {}
 
     def save(self, on: MeasuredOn, model: str, figures: Mapping[str, Any]) -> None:
         """Add `figures` that JSON can hold; those of the same name are replaced.
@@ -88,12 +69,3 @@ class Measurements:
                 keep_last(connection, "measurements", MOST_MODELS)
         except OSError as error:
             log.info("measurements are not remembered: %s", error)
-
-
-def _measured(on: str, model: str, date: str, figures: str) -> Measured | None:
-    """Returns None for a damaged row."""
-    try:
-        return Measured(MeasuredOn(*json.loads(on)), model, date, dict(json.loads(figures)))
-    except (ValueError, TypeError, RecursionError) as error:
-        log.info("a measurement cannot be read: %s", error)
-        return None

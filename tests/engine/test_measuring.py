@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from engine.engines import new_model
 from mlx.utils import tree_map
+from store.measured import measured_in
 
 from mlx_blockpool.config import EngineConfig, KVBits, PoolConfig
 from mlx_blockpool.drafts.curve import CostCurve
@@ -75,7 +76,7 @@ def test_a_model_is_measured_once(tmp_path: Path, measured: list[Any]) -> None:
     again, its_arena = opened()
     assert curve_of(again, its_arena, Measurements(tmp_path)) == CURVE
     assert measured == [model]
-    assert [found.model for found in Measurements(tmp_path).load()] == ["tiny"]
+    assert [found.model for found in measured_in(tmp_path)] == ["tiny"]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_where_the_thread_is_needed_nothing_is_measured_until_another_call(
     caches = wrap(arena)
     measuring.measured(model, caches, AUTO, Measurements(tmp_path), interrupt=is_needed)
     assert (caches.curve, arena.decode.costs, caches.is_unmeasured) == (None, {}, True)
-    assert (measured, measured_paths, Measurements(tmp_path).load()) == ([], [], [])
+    assert (measured, measured_paths, measured_in(tmp_path)) == ([], [], [])
     measuring.measured(model, caches, AUTO, Measurements(tmp_path))
     assert (caches.curve, arena.decode.costs, caches.is_unmeasured) == (CURVE, {0: COSTS}, False)
     assert set(Measurements(tmp_path).figures(measured_on(model, arena))) == {"curve", "paths"}
@@ -287,7 +288,7 @@ def test_a_curve_without_room_for_all_of_it_is_used_and_not_remembered(
     part = replace(CURVE, is_whole=False)
     monkeypatch.setattr(measuring, "measure_curve", lambda *_, **__: part)
     assert curve_of(*opened(), Measurements(tmp_path)) is part
-    assert Measurements(tmp_path).load() == []
+    assert measured_in(tmp_path) == []
 
 
 BLOCKS = 6
@@ -348,7 +349,7 @@ def test_measuring_takes_the_blocks_that_are_free_and_evicts_none(tmp_path: Path
     assert caches.curve is not None
     assert [count for count, _ in caches.curve.pipelined] == [1, 2]
     assert counts_of(caches) == (0, BLOCKS - 3, 0)
-    assert [set(found.figures) for found in Measurements(tmp_path).load()] == [{"paths"}]
+    assert [set(found.figures) for found in measured_in(tmp_path)] == [{"paths"}]
 
 
 def raising(error: Exception, calls: list[Any]) -> Callable[..., Any]:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store.measured import measured_in
 
 from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import measuring
 from mlx_blockpool.kv.cost_model import PathCosts
 from mlx_blockpool.server.options import server_config
-from mlx_blockpool.store.measurements import Measurements
 from server.serving import Client, at_once, blockpool_server, parse, text_of
 
 pytestmark = pytest.mark.server(model="endless")
@@ -113,7 +113,7 @@ def test_a_model_is_measured_at_its_first_load_and_drafts_as_that_says(
                 json.dumps({"0": asdict(COSTS)})
             )
         assert len(measured) == 1
-    (remembered,) = Measurements(tmp_path).load()
+    (remembered,) = measured_in(tmp_path)
     assert remembered.model == model.name
 
 
@@ -177,7 +177,7 @@ def test_nothing_is_measured_for_drafts_that_are_off_and_without_a_store_each_se
     with blockpool_server(model, *options) as client:
         client.capacity()
     assert measured == []
-    assert [list(found.figures) for found in Measurements(tmp_path).load()] == [["paths"]]
+    assert [list(found.figures) for found in measured_in(tmp_path)] == [["paths"]]
     for count in (1, 2):
         with blockpool_server(
             model, "--pool-bytes", "20MB", "--drafts", "auto", "--measure", "auto"

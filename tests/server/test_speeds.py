@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from models import save_endless, save_model
+from store.measured import measured_in
 
 from mlx_blockpool.config import EngineConfig, ModelsConfig
 from mlx_blockpool.drafts.curve import CostCurve
@@ -318,7 +319,7 @@ def test_a_second_model_is_served_unmeasured_next_to_a_busy_one_and_measured_lat
         assert again["choices"][0]["message"] == plain["choices"][0]["message"]
         client.settle()
         until(lambda: drafts(client, two)["accepted"] > 0)
-    assert sorted(found.model for found in Measurements(tmp_path / "store").load()) == [
+    assert sorted(found.model for found in measured_in(tmp_path / "store")) == [
         "one",
         "two",
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from store.measured import measured_in
 
 from mlx_blockpool.store import measurements as measurements_module
 from mlx_blockpool.store.db import DATABASE_FILE
@@ -21,7 +22,7 @@ def test_figures_are_those_of_the_same_device_versions_spec_and_weights(tmp_path
     found = Measurements(tmp_path)
     assert found.figures(ON) == {"curve": CURVE}
     assert [found.figures(ON._replace(**{name: "another"})) for name in ON._fields] == [{}] * 4
-    (measured,) = found.load()
+    (measured,) = measured_in(tmp_path)
     assert (measured.model, measured.date[:2], measured.date[-6:]) == ("tiny", "20", "+00:00")
 
 
@@ -30,15 +31,16 @@ def test_figures_of_another_name_stay_and_those_of_the_same_are_replaced(tmp_pat
     found.save(ON, "tiny", {"curve": CURVE, "paths": [1]})
     found.save(ON, "tiny", {"paths": [2]})
     assert found.figures(ON) == {"curve": CURVE, "paths": [2]}
-    assert len(found.load()) == 1
+    assert len(measured_in(tmp_path)) == 1
 
 
 def test_what_two_processes_measure_is_kept_of_both(tmp_path: Path) -> None:
     one, other = Measurements(tmp_path), Measurements(tmp_path)
-    assert (one.load(), other.load()) == ([], [])
+    assert (one.figures(ON), other.figures(ON)) == ({}, {})
+    assert measured_in(tmp_path) == []
     one.save(ON, "tiny", {"curve": CURVE})
     other.save(ON._replace(spec="another"), "small", {"curve": CURVE})
-    assert [measured.model for measured in one.load()] == ["tiny", "small"]
+    assert [measured.model for measured in measured_in(tmp_path)] == ["tiny", "small"]
 
 
 def test_the_models_measured_first_are_forgotten_first(
@@ -48,7 +50,7 @@ def test_the_models_measured_first_are_forgotten_first(
     found = Measurements(tmp_path)
     for name in ("a", "b", "a", "c"):
         found.save(ON._replace(weights=name), name, {"curve": CURVE})
-    assert [measured.model for measured in found.load()] == ["a", "c"]
+    assert [measured.model for measured in measured_in(tmp_path)] == ["a", "c"]
 
 
 def test_a_damaged_database_costs_the_time_to_measure_again(tmp_path: Path) -> None:
@@ -64,7 +66,6 @@ def test_a_folder_that_cannot_be_made_costs_the_time_to_measure_again(tmp_path: 
     found = Measurements(tmp_path / "file")
     found.save(ON, "tiny", {"curve": CURVE})
     assert found.figures(ON) == {}
-    assert found.load() == []
 
 
 def test_without_a_folder_figures_stay_in_memory() -> None:

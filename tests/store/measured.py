@@ -1,0 +1,21 @@
+"""The measurements in a store's database, read for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlx_blockpool.store.db import Database
+
+
+class Measured(NamedTuple):
+    model: str
+    date: str
+    figures: dict[str, Any]
+
+
+def measured_in(root: Path) -> list[Measured]:
+    """What was measured, in the order in which it was."""
+    rows = Database(root).rows("SELECT model, date, figures FROM measurements ORDER BY rowid")
+    return [Measured(model, date, json.loads(figures)) for model, date, figures in rows]
