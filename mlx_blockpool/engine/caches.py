@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -231,16 +232,19 @@ class PooledCaches(Caches):
         # choices, needs a spare block for each of the others, or it would soon be preempted.
         restored = self.end_restore(sequence)
         reserved = min(sequence.left_to_produce(), BLOCK_TOKENS)
+        acquire = partial(
+            self.prefix.acquire_resident,
+            sequence.tokens,
+            reserved,
+            salt=sequence.policy.salt,
+            start=sequence.prefix,
+        )
         try:
-            acquired = self.prefix.acquire_resident(
-                sequence.tokens, reserved, salt=sequence.policy.salt, start=sequence.prefix
-            )
+            acquired = acquire()
         except PoolExhaustedError:
             if not self.end_restores():
                 raise
-            acquired = self.prefix.acquire_resident(
-                sequence.tokens, reserved, salt=sequence.policy.salt, start=sequence.prefix
-            )
+            acquired = acquire()
         try:
             self.prefix.admission.ensure_spare_blocks(
                 len(others) if sequence.preemptions or sequence.request.group is not None else 0

@@ -217,9 +217,7 @@ def conditions(
             raise SchemaError(f"{key} is not supported here by this model's tool calls", at)
         if key == "allOf":
             for one in value:
-                reference = (
-                    json.dumps(one["$ref"]) if isinstance(one, dict) and "$ref" in one else None
-                )
+                reference = one.get("$ref") if isinstance(one, dict) else None
                 if reference not in seen:
                     seen |= set() if reference is None else {reference}
                     found += conditions(as_object(whole.resolve(one)), whole, at, seen)

@@ -105,6 +105,9 @@ class WriteQueue(Generic[Queued]):
         self.pending: WeakKeyDictionary[Queued, None] = WeakKeyDictionary()
         self.resting: WeakKeyDictionary[Queued, float] = WeakKeyDictionary()
 
+    def __len__(self) -> int:
+        return len(self.pending) + len(self.resting)
+
     def first_due(self, now: float) -> Queued | None:
         """The first item that may be written at `now`."""
         return next(

@@ -203,19 +203,12 @@ class StoredPrefixes(DiskTier):
     def write_out(self) -> Iterator[None]:
         until = time.monotonic() + self.store.config.flush_seconds
         while (
-            (self._num_queued() or self.is_writing)
+            (self.queue or self.checkpoints.queue or self.is_writing)
             and self.store.problem is None
             and time.monotonic() < until
         ):
             self.write_behind(at_once=True)
             yield
-
-    def _num_queued(self) -> int:
-        return sum(
-            len(each)
-            for queue in (self.queue, self.checkpoints.queue)
-            for each in (queue.pending, queue.resting)
-        )
 
     def keep_up(self, retention: Retention) -> None:
         retention.pass_to(self.store)
@@ -276,9 +269,8 @@ class StoredPrefixes(DiskTier):
         return self.store.close(_seconds_until(until)) and left in (0, before)
 
     def _num_unwritten(self) -> int:
-        queue = self.checkpoints.queue
         nodes = sum(not node.residency.on_disk for node in self.index.trie)
-        return nodes + len(queue.pending) + len(queue.resting)
+        return nodes + len(self.checkpoints.queue)
 
     def _is_writable(self, node: Node) -> bool:
         parent = node.parent
