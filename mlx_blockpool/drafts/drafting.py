@@ -120,10 +120,13 @@ class Drafting:
             NOTHING if drafter is None else drafter.propose(token, min(most, self.most))
             for drafter, token, most in members
         ]
-        return [
-            draft.first(count)
-            for draft, count in zip(drafts, self._lengths(drafters, drafts, again), strict=True)
-        ]
+        if self.fixed is not None:
+            return drafts
+        if self.curve is None:
+            return [NOTHING] * len(drafts)
+        curve, _ = self._curve_of(self.curve, drafters)
+        counts = self._chosen([draft.chances for draft in drafts], curve, again)
+        return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
 
     def forced_lengths(
         self, drafters: Sequence[Drafter | None], forced: Sequence[int]
@@ -142,19 +145,6 @@ class Drafting:
             curve.with_second_forward(len(drafters)),
             len(drafters),
         )
-
-    def _lengths(
-        self,
-        drafters: Sequence[Drafter | None],
-        drafts: list[Draft],
-        again: Sequence[int] | None,
-    ) -> list[int]:
-        if self.fixed is not None:
-            return [len(draft) for draft in drafts]
-        if self.curve is None:
-            return [0] * len(drafts)
-        curve, _ = self._curve_of(self.curve, drafters)
-        return self._chosen([draft.chances for draft in drafts], curve, again)
 
     def _chosen(
         self,
