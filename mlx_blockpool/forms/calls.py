@@ -221,7 +221,7 @@ def _call(
         return built(schema)
     loose = {
         "type": "object",
-        **{key: schema[key] for key in ("properties", "required", "$defs") if key in schema},
+        **{key: schema[key] for key in ("properties", "required", "$defs") if schema.get(key)},
     }
     return (
         without_refused(schema, built, spare, place)

@@ -106,6 +106,8 @@ def parameters(
     held = whole.resolve(schema)
     if isinstance(held, bool):
         return {}, held
+    if "object" not in whole.types(held):
+        raise SchemaError("the parameters of a function are an object", f"{place}.type")
     said = next((key for key in OF_OBJECTS if key in held), None)
     if said is not None:
         raise SchemaError(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .json_calls import parameters
 from .lark import Lark, quoted, slashed, text_without
 from .parameters import conditions, decode, fenced
 from .schema import JsonSchema, Schema, SchemaError, constants, own_types, placed, type_of, without
@@ -19,18 +20,6 @@ from .tags import Tags
 KEY = r"[^\s<>\"'=:,{}\[\]&]+"
 # What parsers strip.
 EDGE = r"[\s\x1c-\x1f]"
-# Schemas' keywords that say something of the whole of the arguments, which stand in the reply one
-# by one.
-WHOLE = (
-    "anyOf",
-    "oneOf",
-    "allOf",
-    "enum",
-    "const",
-    "patternProperties",
-    "minProperties",
-    "maxProperties",
-)
 # Keywords that say nothing of values other than text, and those of schemas that allow every other
 # value of their types.
 OF_TEXT = {"pattern", "format", "minLength", "maxLength", "$comment"}
@@ -67,24 +56,8 @@ class TagCall:
 
     def text(self, name: str) -> str:
         """Lark of a call of the function."""
-        schema = self.whole.resolve(self.whole.root)
-        if isinstance(schema, bool):
-            schema = {}
-        if "object" not in self.whole.types(schema):
-            raise SchemaError("the parameters of a function are an object", f"{self.place}.type")
-        for keyword in WHOLE:
-            if keyword in schema:
-                why = (
-                    f"{keyword} is not supported by this model's tool calls, which write each "
-                    "argument on its own"
-                )
-                raise SchemaError(why, f"{self.place}.{keyword}")
-        required, properties = schema.get("required", []), dict(schema.get("properties", {}))
-        if (
-            not properties
-            and not required
-            and schema.get("additionalProperties", True) is not False
-        ):
+        declared, rest = parameters(self.whole.root, self.whole, self.place)
+        if not declared and rest is not False:
             key, keyed = self.tags.key.split("{key}")
             written = self._argument(
                 f"{self.lark.literal(key)} {self.lark.terminal(slashed(KEY))}",
@@ -93,18 +66,15 @@ class TagCall:
                 self.place,
             )
             return self._call(name, [(written, "*")])
-        properties.update({key: True for key in required if key not in properties})
         arguments = []
-        for key in properties:
+        for key, (required, each) in declared.items():
             place = f"{self.place}.properties.{key}"
             if not re.fullmatch(KEY, key):
                 raise SchemaError(
                     "this model's tool calls cannot write a parameter of this name", place
                 )
-            written = self._argument(
-                "", self.tags.key.replace("{key}", key), properties[key], place
-            )
-            arguments.append((written, "" if key in required else "?"))
+            written = self._argument("", self.tags.key.replace("{key}", key), each, place)
+            arguments.append((written, "" if required else "?"))
         return self._call(name, arguments)
 
     def _call(self, name: str, arguments: list[tuple[str, str]]) -> str:
