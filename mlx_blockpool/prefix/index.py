@@ -14,7 +14,7 @@ from ..config import HistoryConfig
 from ..kv.pool import BlockPool
 from ..spec import BLOCK_TOKENS
 from ..store.hashing import edge_hash
-from ..store.record import BLOCK, STATE, WINDOW, Key
+from ..store.record import BLOCK, Key
 from .changes import DISK, MEMORY, AllCleared, BlocksRemoved, Change, Changes, removed, stored
 from .eviction import EvictionOrder
 from .trie import Checkpoint, Node, Owned, PinnedPrefix, Residency, Trie
@@ -372,10 +372,8 @@ class KVIndex:
             return
         residency = longest.residency
         residency.blocks, residency.in_memory = (), not self.full_groups
-        residency.window_records = {
-            end: cut for end, cut in was.window_records.items() if end <= last
-        }
-        residency.state_records = {end for end in was.state_records if end <= last}
+        residency.window_records, residency.state_records = {}, set()
+        residency.take_records(was, last)
         other = self.trie.child(longest.parent, longest.tokens)
         if other is None:
             self.trie.put_back(longest)
@@ -570,12 +568,7 @@ class KVIndex:
                     self._readers[owned].pop(node, None)
                 self._readers[owned][sibling] = None
                 self._pin_block(owned)
-        other.window_records |= {
-            each: cut for each, cut in was.window_records.items() if each <= end
-        } | other.window_records
-        other.state_records |= {each for each in was.state_records if each <= end}
-        was.window_records = {each: cut for each, cut in was.window_records.items() if each > end}
-        was.state_records = {each for each in was.state_records if each > end}
+        other.take_records(was, end)
         self._count_ends(sibling)
 
     def _remove_checkpoint(self, checkpoint: Checkpoint, gone: Collection[Owned]) -> None:
@@ -591,9 +584,4 @@ class KVIndex:
 
 def _checkpoint_records(node: Node, residency: Residency, last: int) -> list[Key]:
     """The records of checkpoints that end in a node, after `last`."""
-    if not residency.window_records and not residency.state_records:
-        return []
-    windows = [Key(WINDOW, node.hash_at(end)) for end in residency.window_records if end > last]
-    return windows + [
-        Key(STATE, node.hash_at(end)) for end in residency.state_records if end > last
-    ]
+    return [Key(kind, node.hash_at(end)) for kind, end in residency.record_ends if end > last]

@@ -315,6 +315,26 @@ class Residency:
         """Every block of it in memory."""
         return [*self.blocks, *self.ring_blocks]
 
+    @property
+    def record_ends(self) -> list[tuple[str, int]]:
+        """The kind of each record of a checkpoint, and the position at which it ends."""
+        windows = [(WINDOW, end) for end in self.window_records]
+        return [*windows, *((STATE, end) for end in self.state_records)]
+
+    def take_records(self, other: Residency, end: int) -> None:
+        """Take the records of checkpoints up to `end` from another edge.
+
+        Where both have a record, that of this edge counts.
+        """
+        windows, states = (
+            other.window_records,
+            {each for each in other.state_records if each <= end},
+        )
+        taken = {each: windows.pop(each) for each in list(windows) if each <= end}
+        self.window_records = taken | self.window_records
+        self.state_records |= states
+        other.state_records -= states
+
     def merge(self, old: Node) -> None:
         """Take the checkpoints, pins and records of a shorter edge that this one contains."""
         shorter = old.residency
@@ -333,11 +353,7 @@ def records_of(node: Node) -> Iterator[Key]:
     """
     for each in node.with_merged:
         yield Key(BLOCK, each.hash)
-    for kind, ends in (
-        (WINDOW, node.residency.window_records),
-        (STATE, node.residency.state_records),
-    ):
-        yield from (Key(kind, node.hash_at(end)) for end in ends)
+    yield from (Key(kind, node.hash_at(end)) for kind, end in node.residency.record_ends)
 
 
 class Trie:

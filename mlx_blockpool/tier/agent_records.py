@@ -145,22 +145,14 @@ class StoredPaths:
         begin with: those resume there.
         """
         assert node.parent is not None
-        for kind, ends in (
-            (WINDOW, node.residency.window_records),
-            (STATE, node.residency.state_records),
-        ):
-            for end in ends:
-                tokens = node.tokens[: (end - node.start) * TOKEN_BYTES]
-                siblings = [
-                    each
-                    for each in self._trie.children_with(node.parent, tokens)
-                    if each is not node
-                ]
-                if siblings:
-                    users = partial(self._users_of_any, siblings)
-                    yield Stay(
-                        self._files[Key(kind, node.hash_at(end))], name, users, len(siblings)
-                    )
+        for kind, end in node.residency.record_ends:
+            tokens = node.tokens[: (end - node.start) * TOKEN_BYTES]
+            siblings = [
+                each for each in self._trie.children_with(node.parent, tokens) if each is not node
+            ]
+            if siblings:
+                users = partial(self._users_of_any, siblings)
+                yield Stay(self._files[Key(kind, node.hash_at(end))], name, users, len(siblings))
 
     def _users_of_any(self, nodes: Sequence[Node]) -> set[str]:
         return set[str]().union(*map(self._shared.users, nodes))
