@@ -135,7 +135,7 @@ class Forms:
         return self._form(self.matcher(self.compiler, wanted(schema)))
 
     def matcher(self, compiler: Compiler, form: OutputFormat) -> LLMatcher:
-        return compiler.content(KEY, self.vocabulary, form)
+        return compiler.compile(KEY, self.vocabulary, form.grammar, form.place)
 
     def call(self, parser: str, name: str, parameters: Any) -> ReplyForm:
         tool = ToolFormat(name, json.dumps(exact(parameters, "tools")), "tools")

@@ -352,7 +352,10 @@ def test_forced_tokens_are_those_that_the_tokenizer_writes(kind: str, indent: in
     for value in TEXTS:
         tokens = vocabulary.ll.tokenize_str(json.dumps(value, ensure_ascii=False, indent=indent))
         form = ReplyForm(
-            MARKS, vocabulary.num_words, COMPILER.content(kind, vocabulary, wanted), None, "form"
+            MARKS,
+            vocabulary.num_words,
+            COMPILER.compile(kind, vocabulary, wanted.grammar, wanted.place),
+            state="form",
         )
         for end in range(len(tokens)):
             form.follow(tokens[:end])

@@ -70,9 +70,8 @@ class Caller:
         ]
 
     def form(self) -> ReplyForm:
-        matcher = self.compiler.content(
-            "caller", self.vocabulary, OutputFormat("json", json.dumps(self.schema), "schema")
-        )
+        wanted = OutputFormat("json", json.dumps(self.schema), "schema")
+        matcher = self.compiler.compile("caller", self.vocabulary, wanted.grammar, wanted.place)
         return ReplyForm(
             Marks.from_tokenizer(self.tokenizer, self.vocabulary),
             self.vocabulary.num_words,

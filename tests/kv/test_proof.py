@@ -248,7 +248,7 @@ def test_a_pool_too_small_for_a_right_spec_says_what_is_needed(
         with suppress(PoolExhaustedError):
             engine = BlockPoolBatchEngine.open(model, times * least)
             break
-    *_, sentence = engine.caches.differs
+    *_, sentence = engine.caches.capabilities.differs
     assert "Correct the plugin" not in sentence
     said = re.search(r"too small to prove it: .* Raise --pool-bytes to (\d+) or more", sentence)
     assert said is not None
@@ -256,7 +256,7 @@ def test_a_pool_too_small_for_a_right_spec_says_what_is_needed(
     engine = BlockPoolBatchEngine.open(model, int(said[1]))
     bundled = BlockPoolBatchEngine.open(tiny_model(CONFIGS[name]), ROOMY)
     assert engine.caches.ragged == bundled.caches.ragged
-    assert engine.caches.differs == bundled.caches.differs
+    assert engine.caches.capabilities.differs == bundled.caches.capabilities.differs
 
 
 def replies(engine: BlockPoolBatchEngine, prompts: list[list[int]]) -> list[list[int]]:
