@@ -167,7 +167,13 @@ class _Walk:
             # It is true here: a client that says so does not want its objects closed.
             found.setdefault("additionalProperties", True)
         if value.get("uniqueItems") and found.get("maxItems", 2) > 1:
-            self._leave_out_unique(f"{at}.uniqueItems")
+            if self.unkept is None:
+                why = (
+                    "uniqueItems is not supported: leave it out, and drop repeated items of the "
+                    "reply"
+                )
+                raise self._error(f"{at}.uniqueItems", why)
+            self.unkept.append(f"{self.path}{at}.uniqueItems")
         return self._finished(found, at)
 
     def _keyword(
@@ -191,12 +197,6 @@ class _Walk:
             found[keyword] = self._reference(given, at, depth)
         else:
             found[keyword] = self._value(keyword, given, at)
-
-    def _leave_out_unique(self, at: str) -> None:
-        if self.unkept is None:
-            why = "uniqueItems is not supported: leave it out, and drop repeated items of the reply"
-            raise self._error(at, why)
-        self.unkept.append(self.path + at)
 
     def _close(self, found: dict[str, Any], at: str) -> None:
         """Write no other names where a pattern of names was rewritten: readings of it disagree

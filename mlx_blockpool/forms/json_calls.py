@@ -6,9 +6,9 @@ its parameters and its place.
 
 from __future__ import annotations
 
-import ast
 import json
 import keyword
+import unicodedata
 from collections.abc import Iterable
 
 from .lark import Lark
@@ -141,16 +141,9 @@ def listing(lark: Lark, parts: Iterable[tuple[bool, str]], separator: str) -> st
 
 
 def _is_argument(name: str) -> bool:
-    """Whether Python reads an argument of this name. It writes some names differently."""
-    try:
-        call = ast.parse(f"f({name}=0)", mode="eval").body
-    except (SyntaxError, ValueError):
-        return False
-    return (
-        isinstance(call, ast.Call)
-        and not call.args
-        and [one.arg for one in call.keywords] == [name]
-    )
+    """Whether Python reads an argument of this name as it is written."""
+    is_name = name.isidentifier() and not keyword.iskeyword(name)
+    return is_name and unicodedata.normalize("NFKC", name) == name
 
 
 def _python_value(lark: Lark, schema: JsonSchema, whole: Schema) -> str:

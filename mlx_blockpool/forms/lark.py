@@ -15,6 +15,7 @@ from ..config import FormConfig
 from ..errors import FormError
 from .closed_objects import has_open_keys
 from .schema import JsonSchema
+from .token_bytes import any_of
 
 # Space inside of JSON. Without a bound a model may write space endlessly.
 JSON_SPACE = r"[ \t\r\n]{0,20}"
@@ -37,8 +38,7 @@ class Lark:
     def __init__(self, added: Mapping[str, int]) -> None:
         self.added = added
         self.forces = True
-        longest_first = sorted(added, key=len, reverse=True)
-        self._words = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._words = any_of(added)
         self._names: dict[str, str] = {}
         self._bytes = 0
         self._later: dict[str, str] = {}

@@ -266,11 +266,7 @@ class TagCall:
 
     def _close(self) -> str:
         """Lark of the closing tag."""
-        ways = {
-            self.lark.literal(close): None
-            for close in (self.tags.close, self.tags.last or self.tags.close)
-        }
-        return f"({' | '.join(ways)})" if len(ways) > 1 else "".join(ways)
+        return f"({' | '.join(map(self.lark.literal, self.tags.closes))})"
 
     def _cut(self, after: str) -> tuple[str, str]:
         """(what belongs to the terminal of a text that ends with `after` and the closing tag, Lark
@@ -279,11 +275,9 @@ class TagCall:
         A text ends only where its terminal does, or where an added token comes, which no text
         allows.
         """
-        closes = dict.fromkeys(
-            f"{after}{close}" for close in (self.tags.close, self.tags.last or self.tags.close)
-        )
-        close = next(iter(closes))
+        closes = [f"{after}{close}" for close in self.tags.closes]
+        close = closes[0]
         added = self.lark.first_added(close)
         end = len(close.rstrip()) if added is None else added
-        rests = [self.lark.literal(each[end:]) for each in closes]
-        return close[:end], f"({' | '.join(rests)})" if len(rests) > 1 else rests[0]
+        rests = (self.lark.literal(each[end:]) for each in closes)
+        return close[:end], f"({' | '.join(rests)})"

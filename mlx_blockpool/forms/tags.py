@@ -91,6 +91,11 @@ class Tags:
         return replace(self, **plain)
 
     @property
+    def closes(self) -> list[str]:
+        """What may come after a value, `close` first."""
+        return list(dict.fromkeys((self.close, self.last or self.close)))
+
+    @property
     def marks(self) -> list[str]:
         """What must not stand in a value, the closing tag first: beginnings of tags in which
         their first character comes once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
@@ -12,6 +12,12 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokeni
 # How vocabularies of SentencePiece's kind write one byte, and a space.
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of any of these texts, the longest first."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def bytes_of(tokenizer: Any, tokens: Sequence[int]) -> list[bytes]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from ..errors import FormError
-from .token_bytes import BYTE, SPACE, bytes_of
+from .token_bytes import BYTE, SPACE, any_of, bytes_of
 
 # llguidance's mark of tokens that no text allows.
 SPECIAL = b"\xff"
@@ -126,8 +125,7 @@ class _Tokens:
         self.special_token_ids = sorted(added.values())
         self.eos_token_id = eos
         self._tokenizer = tokenizer
-        longest_first = sorted(added, key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._added = any_of(added)
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
