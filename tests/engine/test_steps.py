@@ -126,7 +126,7 @@ def test_drafts_that_are_off_say_why() -> None:
     caches.no_drafts = "several ranks run the model together"
     assert BlockPoolBatchEngine(model, caches, EngineConfig(drafts=4)).steps.off == caches.no_drafts
     caches.no_drafts = None
-    caches.prefix.arena.capabilities = Capabilities(ragged=True)
+    caches.capabilities = Capabilities(ragged=True)
     off = BlockPoolBatchEngine(model, caches, EngineConfig(drafts=4)).steps.off
     assert (
         off
