@@ -183,6 +183,9 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     logging.info("Server stopped.")
 
 
+GET_ONE = "`hf download mlx-community/NAME` gets one, and --model demo is bundled"
+
+
 def first_words(generator: BlockpoolGenerator, host: str, port: int) -> str:
     """The lines for the person who has started the server. `port`: the one on which it listens."""
     name = "127.0.0.1" if host in ANYWHERE else f"[{host}]" if ":" in host else host
@@ -201,7 +204,9 @@ def first_words(generator: BlockpoolGenerator, host: str, port: int) -> str:
 
 def _of_model(generator: BlockpoolGenerator, model: LoadedModel | None) -> list[str]:
     if model is None:
-        return ["  model  none yet: requests name one of GET /v1/models"]
+        found = generator.registry.catalog.listed()
+        names = ", ".join(found) if found else f"none is downloaded; {GET_ONE}"
+        return [f"  model  none yet: requests name one of these: {names}"]
     id = generator.registry.catalog.id_of(model.key.model)
     pool = f"{human_bytes(model.pool_bytes)} for keys and values"
     return [
