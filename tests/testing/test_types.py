@@ -22,7 +22,8 @@ def test_a_type_conforms(name: str) -> None:
     subject = Subject(wide(CONFIGS[name]))
     results = [result_of(check, subject) for check in CHECKS]
     absent = {"wrap"} if not subject.sizes else set()
-    if not subject.spec.groups:
+    # The attention of phi3small does not read quantised blocks.
+    if not subject.spec.groups or name == "phi3small":
         absent.add("quantised")
     assert [str(r) for r in results if r.outcome == "FAILED"] == []
     assert {r.check for r in results if r.outcome == "not checked"} == absent
