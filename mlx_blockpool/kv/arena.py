@@ -162,10 +162,8 @@ class KVArena:
         """
         mx.synchronize()
         slab, start = self.locate(group, source)
-        # mlx takes what fills an array instead of copying it, both times: two slabs of one block
-        # would share a buffer.
-        copied = own_copy if slab.blocks == 1 else mx.contiguous
-        copies = [copied(array[:, :, start : start + BLOCK_TOKENS]) for array in slab.arrays()]
+        # mx.contiguous() would return the buffer of a small slab, which would be copied then.
+        copies = [own_copy(array[:, :, start : start + BLOCK_TOKENS]) for array in slab.arrays()]
         mx.eval(copies)
         slab, start = self.locate(group, target)
         for array, copy in zip(slab.arrays(), copies, strict=True):
