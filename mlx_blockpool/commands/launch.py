@@ -167,7 +167,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> tuple[str, int]:
     """`args.rest`: the arguments after --."""
     client, url, key = CLIENTS[args.client], check_url(args.url), api_key(args.api_key_file)
-    server = _LocalServer(url, key, args.model)
+    server = _LocalServer(url, key, args.model, args.api_key_file)
     program = shutil.which(client.program)
     if program is None and not args.print:
         raise BlockpoolError(f"There is no program {client.program}. Install it: {client.install}")
@@ -208,13 +208,14 @@ def _context(models: Mapping[str, Any]) -> int:
 class _LocalServer:
     """The server at a URL, which is started if none runs there and the URL is of this machine."""
 
-    def __init__(self, url: str, key: str | None, model: str | None) -> None:
+    def __init__(self, url: str, key: str | None, model: str | None, key_file: Path | None) -> None:
         self._server = Server(url, key)
         self._url = url
         self.log = log_file()
         self.command = [sys.executable, "-m", "mlx_blockpool.cli", "serve"]
         self.command += ["--port", str(urlsplit(url).port or 80)]
         self.command += [] if model is None else ["--model", model]
+        self.command += [] if key_file is None else ["--api-key-file", str(key_file)]
 
     def models(self) -> dict[str, Any] | None:
         """The list of its models; None if nothing listens there. Raises BlockpoolError."""

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 from models import save_model
@@ -158,12 +160,17 @@ def test_a_server_is_started_where_none_runs_and_goes_on(home: Home) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = ["--url", f"http://127.0.0.1:{port}", "--model", model_path()]
+    key = home.folder.parent / "key"
+    key.write_text("secret")
+    url = f"http://127.0.0.1:{port}"
+    given = ["--url", url, "--model", model_path(), "--api-key-file", str(key)]
     ran = home.launch("claude", *given)
     process = int(ran.stderr.partition("process ")[2].partition(",")[0])
     try:
         assert ran.returncode == 0, ran.stderr
         assert len(home.started()) == 1
+        with pytest.raises(HTTPError, match="401"):  # the server needs the key of the file
+            urlopen(f"{url}/v1/models")
         again = home.launch("claude", *given)
         assert (again.returncode, again.stderr) == (0, "")
         assert "The server is ready" in next(home.folder.rglob("server.log")).read_text()
