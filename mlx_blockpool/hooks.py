@@ -74,6 +74,26 @@ class AttentionAdapter:
     source: str = field(default="", kw_only=True)
 
 
+@dataclass(frozen=True)
+class CacheAdapter:
+    """How the pool holds what caches of a class hold that mlx-lm does not have: arrays with a row
+    for each token.
+
+    cls:    the class, one of whose instances the model's `make_cache` returns for a layer.
+    arrays: the arrays of such a cache, [1, heads, tokens, dim]: keys, values, others.
+    write:  the method by which the model appends rows [1, heads, n, dim] of each array; it returns
+            all rows of each.
+    size:   the attribute that counts the tokens.
+    source: the installed plugin that it is from, by name; plugins leave it empty.
+    """
+
+    cls: type
+    arrays: Callable[[Any], Sequence[Any]]
+    write: str = "update_and_fetch"
+    size: str = "offset"
+    source: str = field(default="", kw_only=True)
+
+
 def is_text(part: Any) -> bool:
     """Return whether a part of a message's content is text."""
     return isinstance(part, dict) and isinstance(part.get("text"), str)
@@ -149,4 +169,13 @@ def attention_adapters() -> list[AttentionAdapter]:  # type: ignore[empty-body]
     """Adapters for attention that is not a plain call of mlx-lm's scaled_dot_product_attention.
 
     They are used only where a few tokens give the logits of the model's own caches.
+    """
+
+
+@hookspec
+def cache_adapters() -> list[CacheAdapter]:  # type: ignore[empty-body]
+    """Adapters for cache classes that mlx-lm does not have, so that no spec has to be written.
+
+    The model calls a pooled cache as it calls one of such a class. What an adapter says is proven
+    like a plugin's spec when the model is loaded.
     """

@@ -13,13 +13,13 @@ import io
 import logging
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pluggy
 
 from . import hooks, mlx_lm_compat
 from .errors import PluginError, SpecError, UnknownModelTypeError
-from .hooks import AttentionAdapter
+from .hooks import AttentionAdapter, CacheAdapter
 from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer
 
 log = logging.getLogger(__name__)
@@ -201,20 +201,34 @@ def attention_adapters(manager: pluggy.PluginManager | None = None) -> list[Atte
     """The attention adapters of all plugins, those of installed ones last. A plugin that raises or
     returns something else is left out, which is logged.
     """
+    return _adapters(AttentionAdapter, "attention_adapters", manager)
+
+
+def cache_adapters(manager: pluggy.PluginManager | None = None) -> list[CacheAdapter]:
+    """The cache adapters of all plugins, as attention_adapters() returns those."""
+    return _adapters(CacheAdapter, "cache_adapters", manager)
+
+
+Adapter = TypeVar("Adapter", AttentionAdapter, CacheAdapter)
+
+
+def _adapters(
+    kind: type[Adapter], hook: str, manager: pluggy.PluginManager | None
+) -> list[Adapter]:
     manager = manager or make_plugin_manager()
-    found: list[AttentionAdapter] = []
-    for impl in manager.hook.attention_adapters.get_hookimpls():
+    found: list[Adapter] = []
+    for impl in getattr(manager.hook, hook).get_hookimpls():
         try:
             returned: Any = impl.function()
             given = list(returned)
-            wrong = next((each for each in given if not isinstance(each, AttentionAdapter)), None)
+            wrong = next((each for each in given if not isinstance(each, kind)), None)
             if wrong is not None:
-                raise TypeError(f"{wrong!r} is not an AttentionAdapter")
+                raise TypeError(f"{wrong!r} is of another class than {kind.__name__}")
         except (Exception, SystemExit) as error:
             # Code from anywhere: models are served without it.
             source = name_of(manager, impl.plugin)
-            text = "%s: attention_adapters() failed: %s: %s. Its adapters are not used."
-            log.warning(text, source, type(error).__name__, error)
+            text = "%s: %s() failed: %s: %s. Its adapters are not used."
+            log.warning(text, source, hook, type(error).__name__, error)
             continue
         source = "" if _is_bundled(impl.plugin) else name_of(manager, impl.plugin)
         found += [replace(adapter, source=source) for adapter in given]

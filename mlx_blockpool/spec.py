@@ -109,10 +109,16 @@ class TokenArray:
             )
 
 
+# By which mlx-lm's caches append rows and count their tokens.
+STOCK_NAMES = ("update_and_fetch", "offset")
+
+
 @dataclass(frozen=True, repr=False)
 class FullLayer:
     """Keys and values of every token: [1, kv_heads, tokens, key_dim | value_dim].
 
+    names: the method by which the model appends rows to its cache, which returns all, and the
+    attribute that counts the tokens.
     more: further arrays with a row for each token, as an indexer's keys. A layer with no keys and
     no values, both of dimension 0, has these alone.
 
@@ -124,6 +130,7 @@ class FullLayer:
     key_dim: int
     value_dim: int
     more: tuple[TokenArray, ...] = field(default=(), kw_only=True)
+    names: tuple[str, str] = field(default=STOCK_NAMES, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         if self.more == ():
@@ -139,7 +146,8 @@ class FullLayer:
 
     def __repr__(self) -> str:
         # Layers without `more` are named as before there was any: ranks compare names.
-        shown = [f.name for f in fields(self) if f.name != "more" or self.more]
+        hidden = {"names"} if self.more else {"names", "more"}
+        shown = [f.name for f in fields(self) if f.name not in hidden]
         return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in shown)})"
 
     @cached_property
@@ -464,10 +472,16 @@ def figures_of(layer: LayerSpec) -> dict[str, Any]:
     """The fields of a layer in types of JSON; of a layer without further arrays those that it had
     before there were any, which fingerprints depend on.
     """
-    return asdict(
-        layer,
-        dict_factory=lambda pairs: {name: of for name, of in pairs if (name, of) != ("more", ())},
-    )
+
+    def shown(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: of for name, of in pairs if (name, of) != ("more", ()) and name != "names"}
+
+    return asdict(layer, dict_factory=shown)
+
+
+def writes_of(spec: ModelCacheSpec) -> set[str]:
+    """The methods by which the model appends rows to its caches."""
+    return {leaf.names[0] for leaf in spec.leaves if isinstance(leaf, FullLayer)}
 
 
 def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:

@@ -7,12 +7,14 @@ Parameters stay lazy, so a full-size model costs kilobytes and a tenth of a seco
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_blockpool.errors import PluginError, SpecError, UnknownModelTypeError
-from mlx_blockpool.hooks import hookimpl
+from mlx_blockpool.hooks import CacheAdapter, hookimpl
+from mlx_blockpool.plugins import cache_adapters
 from mlx_blockpool.spec import (
     ChunkLayer,
     CompositeLayer,
@@ -20,6 +22,7 @@ from mlx_blockpool.spec import (
     LayerSpec,
     ModelCacheSpec,
     StateLayer,
+    TokenArray,
     WindowLayer,
     leaves_of,
 )
@@ -54,13 +57,19 @@ def trace(model: Any, model_id: str) -> ModelCacheSpec:
 
     Raises SpecError for a cache class that mlx-lm 0.32 does not have.
     """
-    caches = _caches_after_one_token(model)
-    layers = tuple(_layer(cache, model_id) for cache in caches)
-    dtype = _dtype(caches) or "float16"
+    caches, adapters = _caches_after_one_token(model), dict[type, CacheAdapter]()
+    if any(type(leaf) not in _kinds() for leaf in _leaves(caches)):
+        adapters = {adapter.cls: adapter for adapter in cache_adapters()}
+    layers = tuple(_layer(cache, model_id, adapters) for cache in caches)
+    dtype = _dtype(caches, adapters) or "float16"
+    sources = {adapters[type(leaf)].source for leaf in _leaves(caches) if type(leaf) in adapters}
+    if sources:
+        source = ", ".join(sorted(sources)) or None
+        return ModelCacheSpec(model_id, layers, dtype, source=source)
     if any(isinstance(leaf, StateLayer) for layer in layers for leaf in leaves_of(layer)):
         # States that grow with the first tokens cannot be rows of one batch (longcat_flash_ngram).
         model(mx.zeros((1, 1), mx.int32), cache=caches)
-        later = tuple(_layer(cache, model_id) for cache in caches)
+        later = tuple(_layer(cache, model_id, adapters) for cache in caches)
         return ModelCacheSpec(model_id, later, dtype, batches=layers == later)
     return ModelCacheSpec(model_id, layers, dtype)
 
@@ -70,7 +79,8 @@ def dtype_of_caches(model: Any) -> str | None:
     None if its caches have no keys, or if it does not run on them.
     """
     try:
-        return _dtype(_caches_after_one_token(model))
+        caches = _caches_after_one_token(model)
+        return _dtype(caches, {adapter.cls: adapter for adapter in cache_adapters()})
     except Exception:
         # A model of a plugin may raise anything. probe() finds out whether it runs.
         return None
@@ -85,17 +95,34 @@ def _caches_after_one_token(model: Any) -> list[Any]:
     return caches
 
 
-def _dtype(caches: list[Any]) -> str | None:
-    leaves = [leaf for c in caches for leaf in getattr(c, "caches", (c,))]
-    dtypes = [leaf.keys.dtype for leaf in leaves if getattr(leaf, "keys", None) is not None]
-    return str(dtypes[0]).removeprefix("mlx.core.") if dtypes else None
+def _leaves(caches: list[Any]) -> list[Any]:
+    return [leaf for c in caches for leaf in getattr(c, "caches", (c,))]
 
 
-def _layer(cache: Any, model_id: str) -> LayerSpec:
+def _kinds() -> set[type]:
+    """mlx-lm's classes that have a layer kind, but for lists of them."""
+    from mlx_lm.models import cache as upstream
+
+    own = upstream.KVCache, upstream.RotatingKVCache, upstream.ChunkedKVCache, upstream.ArraysCache
+    return set(own)
+
+
+def _dtype(caches: list[Any], adapters: Mapping[type, CacheAdapter]) -> str | None:
+    for leaf in _leaves(caches):
+        adapter = adapters.get(type(leaf))
+        keys = getattr(leaf, "keys", None) if adapter is None else adapter.arrays(leaf)[0]
+        if keys is not None:
+            return str(keys.dtype).removeprefix("mlx.core.")
+    return None
+
+
+def _layer(cache: Any, model_id: str, adapters: Mapping[type, CacheAdapter]) -> LayerSpec:
     from mlx_lm.models import cache as upstream
 
     # Exact types: a subclass may store its content elsewhere.
     kind = type(cache)
+    if kind in adapters:
+        return _adapted(adapters[kind], cache, model_id)
     if kind is upstream.KVCache:
         return FullLayer(*_dims(cache))
     if kind is upstream.RotatingKVCache:
@@ -108,11 +135,32 @@ def _layer(cache: Any, model_id: str) -> LayerSpec:
             tuple((tuple(a.shape), str(a.dtype).removeprefix("mlx.core.")) for a in arrays)
         )
     if kind is upstream.CacheList:
-        return CompositeLayer(tuple(_layer(part, model_id) for part in cache.caches))
+        return CompositeLayer(tuple(_layer(part, model_id, adapters) for part in cache.caches))
     raise SpecError(
         f"{model_id}: no layer kind has the cache class {kind.__module__}.{kind.__name__}. "
         "Serve the model with mlx-lm's own caches, or install a plugin that describes it."
     )
+
+
+def _adapted(adapter: CacheAdapter, cache: Any, model_id: str) -> LayerSpec:
+    """The layer of a plugin's cache class. Raises SpecError that names the plugin."""
+    names = adapter.write, adapter.size
+    try:
+        keys, values, *others = adapter.arrays(cache)
+        dims = keys.shape[1], keys.shape[3], values.shape[3]
+        more = tuple(
+            TokenArray(f"array{i}", a.shape[1], a.shape[3], str(a.dtype).removeprefix("mlx.core."))
+            for i, a in enumerate(others, 2)
+        )
+        if keys.shape[1] != values.shape[1]:
+            raise ValueError(f"{keys.shape[1]} heads of keys and {values.shape[1]} of values")
+        return FullLayer(*dims, more=more, names=names)
+    except Exception as error:
+        # Code from anywhere may raise anything.
+        raise SpecError(
+            f"{model_id}: the adapter for {adapter.cls.__name__} of {adapter.source} failed: "
+            f"{type(error).__name__}: {error}."
+        ) from error
 
 
 def _dims(cache: Any) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from mlx_lm.models import base
 from ..errors import PluginError
 from ..hooks import AttentionAdapter
 from ..mlx_lm_compat import rebind
+from ..spec import STOCK_NAMES
 from .attention import attend_quantised
 from .batch_cache import PooledBatchCache
 from .by_member import attend_by_member
@@ -63,18 +64,24 @@ def scaled_dot_product_attention(
     return own(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
 
-def bind(model: Any, adapters: Sequence[AttentionAdapter] = (), *, by_member: bool = False) -> int:
+def bind(
+    model: Any,
+    adapters: Sequence[AttentionAdapter] = (),
+    *,
+    by_member: bool = False,
+    writes: Set[str] = frozenset(STOCK_NAMES[:1]),
+) -> int:
     """Attach one model instance; returns how many submodules attend through their cache now.
 
     The last adapter that applies to a module's class is used; raises PluginError for one that
-    raises. by_member: no adapter is used, and
-    all modules that have a cache compute one member after another.
+    raises. by_member: no adapter is used, and all modules that have a cache compute one member
+    after another. writes: the methods by which modules append to their caches.
     """
     attached = 0
     for _, module in model.named_modules():
         cls = type(module).__dict__.get("_attached_from", type(module))
         adapter = None if by_member else _adapter_of(cls, adapters)
-        way = adapter or _own_way(cls, by_member)
+        way = adapter or _own_way(cls, by_member, writes)
         if way is not None:
             module.__class__ = _derived(cls, way)
             attached += 1
@@ -94,14 +101,14 @@ def _adapter_of(cls: type, adapters: Sequence[AttentionAdapter]) -> AttentionAda
     return None
 
 
-def _own_way(cls: type, by_member: bool) -> Any:
+def _own_way(cls: type, by_member: bool, appends: Set[str]) -> Any:
     """How modules of a class without an adapter attend: as PLAIN, or by a function as
     AttentionAdapter.attend; None if they have no cache.
     """
     methods = _methods(cls)
     calls = [name for name, method in methods.items() if _calls_attention(method)]
     writes = [
-        name for name, method in methods.items() if "update_and_fetch" in method.__code__.co_names
+        name for name, method in methods.items() if not appends.isdisjoint(method.__code__.co_names)
     ]
     # What a method writes and passes to no attention is read in another way.
     if calls and not (by_member and writes) and set(writes) <= set(calls):

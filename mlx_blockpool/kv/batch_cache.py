@@ -18,7 +18,7 @@ from .attention import attend_runs
 from .quantised import KEYS_AND_VALUES, Roles, View, concatenated
 from .sequence import ALL_ALIKE
 from .shards import placeholder_keys, send_now
-from .step import Step, plain_step, tentative_step
+from .step import Step, by_name, names_of, plain_step, tentative_step
 
 
 def need_one_form(caches: Iterable[Any]) -> None:
@@ -59,6 +59,9 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         )
 
     def __getattr__(self, name: str) -> Any:
+        members = self.__dict__.get("members")
+        if members and name in (names := names_of(members[0])):
+            return by_name(self, names, name)
         raise AttributeError(
             f"A batch of pooled caches has no {name!r}, as its keys and values lie in blocks. A "
             "batch of mlx-lm's cannot contain "

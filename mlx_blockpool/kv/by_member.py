@@ -20,6 +20,7 @@ from .batch_cache import MemberMasks, PooledBatchCache
 from .layer_caches import PooledLayer
 from .quantised import View, dense
 from .sequence import join
+from .step import by_name, names_of
 
 
 def attend_by_member(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +142,9 @@ class _Writer:
         self.offset = batch.offset
         self.keys = self.values = mx.zeros(1)
 
+    def __getattr__(self, name: str) -> Any:
+        return by_name(self, names_of(self._batch.members[0]), name)
+
     def update_and_fetch(self, *rows: mx.array) -> View:
         self._batch.update_and_fetch(*rows)
         self._passed.left.discard(id(self._batch))
@@ -159,6 +163,9 @@ class _Reader:
         self.offset = passed.starts[id(batch)][member]
         self.keys = self.values = mx.zeros(1)
 
+    def __getattr__(self, name: str) -> Any:
+        return by_name(self, names_of(self._cache), name)
+
     def update_and_fetch(self, *_: mx.array) -> View:
         cache = self._cache
         self.offset += self._count
@@ -176,6 +183,9 @@ class _Dense:
     def __init__(self, cache: PooledLayer) -> None:
         self._cache = cache
         self.keys = self.values = mx.zeros(1)
+
+    def __getattr__(self, name: str) -> Any:
+        return by_name(self, names_of(self._cache), name)
 
     @property
     def offset(self) -> int:

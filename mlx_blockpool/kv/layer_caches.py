@@ -39,7 +39,7 @@ from .quantised import (
 )
 from .sequence import SequenceBlocks, join
 from .shards import placeholder_keys, send_now
-from .step import Member
+from .step import Member, by_name, names_of
 
 
 class PooledLayer(Member):
@@ -64,6 +64,11 @@ class PooledLayer(Member):
         self.layer = layer
         self.offset = 0
         sequence.add_layer(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if "sequence" not in self.__dict__ or "layer" not in self.__dict__:
+            raise AttributeError(name)
+        return by_name(self, names_of(self), name)
 
     def _on(self, sequence: SequenceBlocks) -> Any:
         copy = super()._on(sequence)

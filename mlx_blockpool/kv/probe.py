@@ -20,7 +20,7 @@ from ..errors import PluginError, PoolExhaustedError
 from ..hooks import AttentionAdapter
 from ..plugins import attention_adapters
 from ..ranks.group import ALONE, Ranks
-from ..spec import ChunkLayer, ModelCacheSpec
+from ..spec import ChunkLayer, ModelCacheSpec, writes_of
 from .arena import KVArena
 from .attach import bind, classes_of, detached, is_by_member, restore, sources_of
 from .capabilities import Capabilities
@@ -198,7 +198,9 @@ def _attach_if(
     passed, why = False, "its layers have no attention that can be attached"
     try:
         try:
-            is_bound = bind(model, adapters or (), by_member=adapters is None)
+            is_bound = bind(
+                model, adapters or (), by_member=adapters is None, writes=writes_of(arena.spec)
+            )
         except PluginError as error:
             is_bound, why = 0, str(error)
         sources = sources_of(model)

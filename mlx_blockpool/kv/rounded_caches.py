@@ -15,18 +15,20 @@ from mlx_lm.models.cache import CacheList
 from ..spec import CompositeLayer, Form, FullLayer, LayerSpec, ModelCacheSpec
 
 
-def rounded_cache(cache: Any, forms: tuple[Form | None, ...]) -> Any:
+def rounded_cache(
+    cache: Any, forms: tuple[Form | None, ...], write: str = "update_and_fetch"
+) -> Any:
     """The same cache of mlx-lm's, which from now on quantises and dequantises keys and values that
     are appended, row by row.
 
-    forms: of each array; None for those that stay as they are.
+    forms: of each array; None for those that stay as they are. write: the method that appends.
     """
     cls = type(cache)
 
-    def update_and_fetch(self: Any, *rows: mx.array) -> Any:
-        return cls.update_and_fetch(self, *map(_rounded_rows, rows, forms))
+    def rounding(self: Any, *rows: mx.array) -> Any:
+        return getattr(cls, write)(self, *map(_rounded_rows, rows, forms))
 
-    cache.__class__ = type(cls.__name__, (cls,), {"update_and_fetch": update_and_fetch})
+    cache.__class__ = type(cls.__name__, (cls,), {write: rounding})
     return cache
 
 
@@ -42,8 +44,9 @@ def _rounded(cache: Any, layer: LayerSpec, spec: ModelCacheSpec) -> Any:
         return CacheList(
             *(_rounded(part, of, spec) for part, of in zip(cache.caches, layer.parts, strict=True))
         )
-    forms = spec.forms(layer) if isinstance(layer, FullLayer) else ()
-    return rounded_cache(cache, forms) if any(forms) else cache
+    if isinstance(layer, FullLayer) and any(forms := spec.forms(layer)):
+        return rounded_cache(cache, forms, layer.names[0])
+    return cache
 
 
 def _rounded_rows(rows: mx.array, form: Form | None) -> mx.array:

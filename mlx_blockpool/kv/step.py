@@ -49,6 +49,25 @@ MOST_SLICES = 2
 POOL_STRIDE = 2**40
 
 
+def names_of(cache: Member) -> tuple[str, str]:
+    """FullLayer.names of a pooled cache of one sequence: layers of one group may differ in them."""
+    leaf: Any = cache.sequence.arena.spec.leaves[cache.layer]
+    names: tuple[str, str] = leaf.names
+    return names
+
+
+def by_name(cache: Any, names: tuple[str, str], name: str) -> Any:
+    """What a model reads of a cache under the name that its own cache class has for it, by
+    FullLayer.names. Raises AttributeError.
+    """
+    write, size = names
+    if name == write:
+        return cache.update_and_fetch
+    if name == size:
+        return cache.offset
+    raise AttributeError(f"{type(cache).__name__!r} object has no attribute {name!r}")
+
+
 class Member(SequenceCache):
     """A layer cache that a step writes and reads. `offset`: the position of its next token."""
 

@@ -4,7 +4,6 @@ is missing without it, and serves the model with it.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 import shutil
@@ -21,8 +20,6 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_tokenizer
 from models import character_tokenizer, write_model
 
-from mlx_blockpool.config import KVBits
-from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.mlx_lm_compat import installed
 from mlx_blockpool.plugins import empty_plugin_manager
 from mlx_blockpool.testing import tiny_model
@@ -115,9 +112,3 @@ def test_with_the_package_the_model_is_served_ragged_and_resumes_after_a_restart
     with process(folder, tmp_path / "store", before=has_package) as (port, _):
         for used in turns(port):
             assert used["prompt_tokens_details"]["cached_tokens"] >= 256
-
-
-def test_its_blocks_hold_8_bits(model: Any) -> None:
-    caches: Any = open_caches(copy.deepcopy(model), 30_000_000, bits=KVBits())
-    assert caches.ragged
-    assert caches.prefix.arena.spec.bits == KVBits()

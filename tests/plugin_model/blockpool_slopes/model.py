@@ -21,6 +21,28 @@ class ModelArgs(BaseModelArgs):
     num_attention_heads: int
 
 
+class Rows:
+    """The keys and values of one layer, one array for each forward."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[mx.array, mx.array]] = []
+        self.length = 0
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.parts.append((keys, values))
+        self.length += keys.shape[2]
+        return self.all()
+
+    @property
+    def state(self) -> list[tuple[mx.array, mx.array]]:
+        return self.parts
+
+    def all(self) -> tuple[mx.array, mx.array]:
+        keys, values = (mx.concatenate(parts, axis=2) for parts in zip(*self.parts, strict=True))
+        self.parts = [(keys, values)]
+        return keys, values
+
+
 class Attention(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -39,9 +61,9 @@ class Attention(nn.Module):
             heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         # One for each row of a batch, or one number.
-        start = mx.array(0 if cache is None else cache.offset).reshape(-1, 1, 1, 1)
+        start = mx.array(0 if cache is None else cache.length).reshape(-1, 1, 1, 1)
         if cache is not None:
-            keys, values = cache.update_and_fetch(keys, values)
+            keys, values = cache.append(keys, values)
         distance = start + mx.arange(length)[:, None] - mx.arange(keys.shape[2])
         slopes = 2.0 ** -mx.arange(1, self.num_heads + 1)[:, None, None]
         scores = (queries @ keys.swapaxes(2, 3)) * queries.shape[3] ** -0.5 - slopes * distance
@@ -70,6 +92,9 @@ class Model(nn.Module):
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
         self.layers = [Layer(args) for _ in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(args.hidden_size)
+
+    def make_cache(self) -> list[Rows]:
+        return [Rows() for _ in self.layers]
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         h = self.embed_tokens(inputs)
