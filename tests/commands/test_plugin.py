@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from documents import section
 from testing.runs_pytest import PLUGIN
+from thorough import only
 
 from mlx_blockpool.commands.plugin import write_package
 from mlx_blockpool.errors import PluginError
@@ -232,7 +233,7 @@ def test_the_checks_run_on_its_config(installed: Environment) -> None:
     assert f"{len(CHECKS) - 1} passed, 1 skipped" in said
 
 
-@pytest.mark.parametrize("fault", BROKEN)
+@pytest.mark.parametrize("fault", only(BROKEN, *list(BROKEN)[:2]))
 def test_a_broken_plugin_names_itself(installed: Environment, fault: str) -> None:
     source = installed.source
     line, said = BROKEN[fault]

@@ -19,6 +19,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import RotatingKVCache
 from test_plugins import Fixed, manager_with
 from testing import saboteurs as wrong
+from thorough import only
 
 from mlx_blockpool import plugins
 from mlx_blockpool.config import KVBits
@@ -120,6 +121,7 @@ def test_a_wrong_spec_gives_the_replies_of_the_models_own_caches(
     assert replies(engine, prompts) == needed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next", "falcon_h1", "llama4"])
 @pytest.mark.parametrize("bits", [None, KVBits()])
 def test_a_right_spec_of_a_plugin_is_served_as_the_bundled_one_is(
@@ -177,7 +179,9 @@ def sliding(size: int, make: Callable[[int], Any] = RotatingKVCache) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("size", "is_right"), [(1400, True), (1200, False)])
+@pytest.mark.parametrize(
+    ("size", "is_right"), [pytest.param(1400, True, marks=pytest.mark.thorough), (1200, False)]
+)
 def test_a_window_that_the_models_own_caches_do_not_show_is_passed(
     size: int, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +240,7 @@ def test_specs_of_the_bundled_provider_are_tried_with_short_prompts_only(
     assert BlockPoolBatchEngine.open(tiny_model(CONFIGS["gpt_oss"]), ROOMY).caches.ragged
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("name", only(["llama", "gpt_oss", "qwen3_next"], "qwen3_next"))
 def test_a_pool_too_small_for_a_right_spec_says_what_is_needed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -385,6 +385,7 @@ def attended(
     return found, step.path
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bits", [None, KVBits(8, 4, 32)])
 @pytest.mark.parametrize(("path", "streams"), [("ragged", 1), ("shared", 2), ("kernel", 1)])
 @pytest.mark.parametrize("name", ["full", "window"])

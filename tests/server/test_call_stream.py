@@ -212,7 +212,7 @@ def test_every_parser_of_mlx_lm_has_a_reader() -> None:
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-@settings(max_examples=many(200, 400), deadline=None)
+@settings(max_examples=many(40, 800), deadline=None)
 @given(st.lists(CALLS, min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_the_parts_of_calls_are_the_whole_calls(
     parser: str, calls: list[tuple[str, Any]], draw: random.Random
