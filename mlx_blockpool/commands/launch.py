@@ -191,7 +191,7 @@ def _run(args: argparse.Namespace) -> tuple[str, int]:
         ran = subprocess.run(before, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise BlockpoolError(
-                f"{shlex.join(before)} failed: {(ran.stderr or ran.stdout)[-500:]}"
+                f"{client.program} {client.before[0]} failed: {(ran.stderr or ran.stdout)[-500:]}"
             )
     sys.stdout.flush()
     os.execve(program, [program, *client.arguments, *args.rest], environment)

@@ -64,7 +64,7 @@ def settings(heading: str) -> tuple[dict[str, str], list[str], str]:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[None]:
+def serving(folder: Path, end: signal.Signals = signal.SIGTERM) -> Iterator[None]:
     command = [
         sys.executable,
         "-m",
@@ -75,7 +75,7 @@ def serving(folder: Path) -> Iterator[None]:
         "--port",
         str(SERVER_PORT),
     ]
-    with (folder / "server.log").open("wb") as log:
+    with (folder / "server.log").open("ab") as log:
         process = subprocess.Popen(
             [*command, "--store-dir", str(folder / "store")], stdout=log, stderr=log
         )
@@ -89,7 +89,7 @@ def serving(folder: Path) -> Iterator[None]:
                 time.sleep(0.05)
         yield
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(end)
         process.wait(30)
 
 
