@@ -160,3 +160,25 @@ def test_with_a_wrong_adapter_the_model_runs_on_its_own_caches(
         raise AssertionError(sentences)
     model = tiny_model(CONFIG, plugins.make_plugin_manager())
     assert replies(engine, PROMPTS) == stock_replies(model, model.make_cache)
+
+
+@pytest.mark.parametrize("bits", [None, KVBits(), KVBits(4)])
+def test_a_class_that_keeps_fewer_rows_than_a_prompt_of_the_proof_is_not_pooled(
+    slopes: Any, monkeypatch: pytest.MonkeyPatch, bits: KVBits | None
+) -> None:
+    append = slopes.Rows.append
+
+    def forgets(self: Any, *rows: mx.array) -> Any:
+        append(self, *rows)
+        # A number of the code, which no cache shows.
+        self.parts = [tuple(mx.where(_is_old(a), 0, a) for a in self.all())]
+        return self.all()
+
+    monkeypatch.setattr(slopes.Rows, "append", forgets)
+    engine = opened(slopes, monkeypatch, right(slopes), bits)
+    assert isinstance(engine.caches, StockCaches)
+    assert "rows that were appended" in " ".join(engine.caches.capabilities.differs)
+
+
+def _is_old(array: mx.array) -> mx.array:
+    return (mx.arange(array.shape[2]) < array.shape[2] - 900)[:, None]
