@@ -31,6 +31,7 @@ START_SECONDS = 600.0
 MODEL = "default_model"
 # Without a limit of the model's.
 CONTEXT = 131072
+LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> tuple[str, int]:
     """`args.rest`: the arguments after --."""
-    client, url, key = CLIENTS[args.client], check_url(args.url), api_key(args.api_key_file)
+    client, url, key = CLIENTS[args.client], check_url(args.url), api_key(args.api_key_file, False)
     server = _LocalServer(url, key, args.model, args.api_key_file)
     program = shutil.which(client.program)
     if program is None and not args.print:
@@ -213,15 +214,20 @@ class _LocalServer:
         self._url = url
         self.log = log_file()
         self.command = [sys.executable, "-m", "mlx_blockpool.cli", "serve"]
-        self.command += ["--port", str(urlsplit(url).port or 80)]
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BlockpoolError(f"--url must be like {URL} (got {url})")
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._is_here = parts.scheme == "http" and parts.hostname in LOCAL
+        self.command += ["--host", parts.hostname, "--port", str(self._port)]
         self.command += [] if model is None else ["--model", model]
         self.command += [] if key_file is None else ["--api-key-file", str(key_file)]
 
     def models(self) -> dict[str, Any] | None:
         """The list of its models; None if nothing listens there. Raises BlockpoolError."""
-        url = urlsplit(self._url)
         try:
-            socket.create_connection((url.hostname or "", url.port or 80), timeout=5).close()
+            name = urlsplit(self._url).hostname or ""
+            socket.create_connection((name, self._port), timeout=5).close()
         except OSError:
             return None
         return self._server.get("/v1/models", 30.0) or {}
@@ -233,7 +239,7 @@ class _LocalServer:
         """
         if (found := self.models()) is not None:
             return found
-        if urlsplit(self._url).hostname not in ("127.0.0.1", "localhost", "::1"):
+        if not self._is_here:
             raise BlockpoolError(
                 f"No server runs at {self._url}. Start it there, or leave out --url."
             )

@@ -22,6 +22,7 @@ from ..errors import BlockpoolError
 
 NAME = "mlx-blockpool"
 LAST_LINES = 50
+PLACES = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +83,8 @@ def text_of(command: Sequence[str], log: Path) -> str:
         about = {
             "Label": NAME,
             "ProgramArguments": list(command),
+            "WorkingDirectory": os.getcwd(),
+            "EnvironmentVariables": _environment(),
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "StandardOutPath": str(log),
@@ -89,12 +92,20 @@ def text_of(command: Sequence[str], log: Path) -> str:
         }
         return plistlib.dumps(about).decode()
     words = " ".join(_quoted(word) for word in command)
+    variables = "".join(f"Environment={_quoted(f'{n}={v}')}\n" for n, v in _environment().items())
     return (
-        "[Unit]\nDescription=mlx-lm's server on a block pool\n\n"
+        "[Unit]\nDescription=mlx-lm's server on a block pool\n"
+        "StartLimitIntervalSec=300\nStartLimitBurst=5\n\n"
         f"[Service]\nExecStart={words}\nRestart=on-failure\nRestartSec=5\n"
+        f"WorkingDirectory={_escaped(os.getcwd())}\n{variables}"
         f"StandardOutput=append:{_escaped(str(log))}\nStandardError=inherit\n\n"
         "[Install]\nWantedBy=default.target\n"
     )
+
+
+def _environment() -> dict[str, str]:
+    """Variables of this shell that say where settings, models and the store are."""
+    return {name: os.environ[name] for name in PLACES if name in os.environ}
 
 
 def _escaped(word: str) -> str:
@@ -114,7 +125,8 @@ def _install(options: Sequence[str], prints: bool) -> str:
     if prints:
         return f"{found.file}:\n{text}"
     log.parent.mkdir(parents=True, exist_ok=True)
-    if found.file.exists():
+    before = found.file.read_text(encoding="utf-8") if found.file.exists() else None
+    if before is not None:
         for stop in found.stop:
             _run(stop)
     found.file.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +135,12 @@ def _install(options: Sequence[str], prints: bool) -> str:
         for start in found.start:
             _need(start)
     except BlockpoolError:
-        found.file.unlink()
+        for stop in found.stop:
+            _run(stop)
+        if before is None:
+            found.file.unlink()
+        else:
+            found.file.write_text(before, encoding="utf-8")
         raise
     return f"The service runs {shlex.join(command)}\nfile  {found.file}\nlog   {log}"
 
@@ -150,7 +167,8 @@ def _remove() -> str:
     if not found.file.exists():
         raise BlockpoolError(f"No service is installed: {found.file} is missing.")
     for stop in found.stop:
-        _need(stop)
+        # It may be stopped already.
+        _run(stop)
     found.file.unlink()
     return f"The service is stopped and {found.file} removed."
 

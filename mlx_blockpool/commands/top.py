@@ -82,9 +82,9 @@ def _run(args: argparse.Namespace) -> str:
         raise BlockpoolError(f"{what}. Give --url another server.") from error
 
 
-def api_key(file: Path | None) -> str | None:
-    """The key in a file, or the first admin key of several; without a file the one in the
-    environment.
+def api_key(file: Path | None, admins: bool = True) -> str | None:
+    """The key in a file, of several the first one of an admin, or the first one that is not, by
+    `admins`; without a file the one in the environment.
     """
     if file is None:
         return os.environ.get("MLX_BLOCKPOOL_API_KEY") or None
@@ -99,7 +99,8 @@ def api_key(file: Path | None) -> str | None:
         raise BlockpoolError(
             f"--api-key-file {file} is empty. Give a text file with the server's key."
         )
-    return next((key for key in keys if key.endswith(ADMIN_MARK)), keys[0]).removesuffix(ADMIN_MARK)
+    of_kind = (key for key in keys if key.endswith(ADMIN_MARK) == admins)
+    return next(of_kind, keys[0]).removesuffix(ADMIN_MARK)
 
 
 class Server:

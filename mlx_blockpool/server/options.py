@@ -203,7 +203,7 @@ def with_settings(arguments: list[str], parser: argparse.ArgumentParser) -> list
     Raises BlockpoolError for a file that cannot be read, options that there are not, and values
     that are not true, strings, numbers or lists of them.
     """
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--config", type=Path)
     file: Path | None = own.parse_known_args(arguments)[0].config
     if file is None:
@@ -234,6 +234,9 @@ def _arguments_of(file: Path, name: str, value: Any, known: list[str]) -> list[s
     if value is False or not isinstance(value, str | int | float):
         advice = "Leave it out for the default."
         raise BlockpoolError(f"{file}: {name} must be true, a string, a number or a list. {advice}")
+    if isinstance(value, str) and value.startswith("~/"):
+        # No shell has done it.
+        value = str(Path(value).expanduser())
     return [f"--{option}={value}"]
 
 

@@ -144,6 +144,32 @@ def test_a_key_is_passed_on_and_a_wrong_one_is_an_error(home: Home, url: str) ->
     assert environment["OPENAI_API_KEY"] == "secret"
 
 
+def test_of_several_keys_a_client_gets_none_of_an_admin(
+    home: Home, url: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann:aaa:admin\nbob:bbb\n")
+    home.launch("qwen", "--url", url, "--api-key-file", str(keys))
+    ((_, environment),) = home.started()
+    assert environment["OPENAI_API_KEY"] == "bbb"
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [("http://[::1]:9", "::1", "9"), ("http://localhost", "localhost", "80")],
+)
+def test_the_server_listens_where_the_url_says(home: Home, url: str, host: str, port: str) -> None:
+    shown = home.launch("aider", "--url", url, "--print").stdout
+    assert f"serve --host {host} --port {port}" in shown
+
+
+@pytest.mark.parametrize("url", ["localhost:9", "https://localhost:9", "ftp://127.0.0.1:9"])
+def test_a_url_of_no_local_server_starts_none(home: Home, url: str) -> None:
+    ran = home.launch("aider", "--url", url)
+    assert ran.returncode == 1
+    assert "A server starts" not in ran.stderr
+
+
 def test_a_program_that_is_not_there_is_named_with_how_to_install_it(home: Home, url: str) -> None:
     ran = home.launch("codex", "--url", url, PATH="/nowhere")
     assert ran.returncode == 1

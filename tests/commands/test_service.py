@@ -51,6 +51,33 @@ def test_it_is_installed_and_removed(home: Path, capsys: pytest.CaptureFixture[s
     assert "No service is installed" in capsys.readouterr().err
 
 
+def test_it_runs_where_it_was_installed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths and the folders of models are those of the shell."""
+    (home / "a place").mkdir()
+    monkeypatch.chdir(home / "a place")
+    monkeypatch.setenv("HF_HOME", "/models 5%")
+    text = service.text_of(["serve"], home / "log")
+    assert f"WorkingDirectory={home}/a place\n" in text
+    assert 'Environment="HF_HOME=/models 5%%"\n' in text
+    monkeypatch.setattr(sys, "platform", "darwin")
+    found = plistlib.loads(service.text_of(["serve"], home / "log").encode())
+    assert found["WorkingDirectory"] == f"{home}/a place"
+    assert found["EnvironmentVariables"]["HF_HOME"] == "/models 5%"
+
+
+def test_a_service_that_does_not_start_leaves_the_one_before(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unit = home / ".config/systemd/user/mlx-blockpool.service"
+    assert main(["service", "install"]) == 0
+    before = unit.read_text()
+    (home / "bin/systemctl").write_text("#!/bin/sh\nexit 1\n")
+    assert main(["service", "install", "--", "--model", "m"]) == 1
+    assert unit.read_text() == before
+    assert main(["service", "remove"]) == 0, "a stopped one is removed too"
+    assert not unit.exists()
+
+
 def test_a_service_that_does_not_start_leaves_no_file(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

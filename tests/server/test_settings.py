@@ -39,6 +39,15 @@ def test_options_are_read_from_the_file(tmp_path: Path) -> None:
     assert (args.normalise, args.max_models, args.no_store) == (("date", "replay"), 2, True)
 
 
+def test_an_abbreviated_option_and_a_home_are_read_as_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('store-dir = "~/kv"')
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    args = parser.parse_args(with_settings(["--conf", str(file)], parser))
+    assert args.store_dir == Path.home() / "kv"
+
+
 def test_the_command_line_wins(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(TEXT)

@@ -65,7 +65,7 @@ class Attention(nn.Module):
         if cache is not None:
             keys, values = cache.append(keys, values)
         distance = start + mx.arange(length)[:, None] - mx.arange(keys.shape[2])
-        slopes = 2.0 ** -mx.arange(1, self.num_heads + 1)[:, None, None]
+        slopes = 2.0 ** -mx.arange(12, self.num_heads + 12)[:, None, None]
         scores = (queries @ keys.swapaxes(2, 3)) * queries.shape[3] ** -0.5 - slopes * distance
         weights = mx.softmax(mx.where(distance < 0, -mx.inf, scores), axis=-1, precise=True)
         out = (weights.astype(values.dtype) @ values).transpose(0, 2, 1, 3)
