@@ -63,15 +63,13 @@ def trace(model: Any, model_id: str) -> ModelCacheSpec:
     layers = tuple(_layer(cache, model_id, adapters) for cache in caches)
     dtype = _dtype(caches, adapters) or "float16"
     sources = {adapters[type(leaf)].source for leaf in _leaves(caches) if type(leaf) in adapters}
-    if sources:
-        source = ", ".join(sorted(sources)) or None
-        return ModelCacheSpec(model_id, layers, dtype, source=source)
+    source = ", ".join(sorted(sources)) or None
     if any(isinstance(leaf, StateLayer) for layer in layers for leaf in leaves_of(layer)):
         # States that grow with the first tokens cannot be rows of one batch (longcat_flash_ngram).
         model(mx.zeros((1, 1), mx.int32), cache=caches)
         later = tuple(_layer(cache, model_id, adapters) for cache in caches)
-        return ModelCacheSpec(model_id, later, dtype, batches=layers == later)
-    return ModelCacheSpec(model_id, layers, dtype)
+        return ModelCacheSpec(model_id, later, dtype, batches=layers == later, source=source)
+    return ModelCacheSpec(model_id, layers, dtype, source=source)
 
 
 def dtype_of_caches(model: Any) -> str | None:

@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from kv.test_proof import replies
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import ArraysCache
 
 from mlx_blockpool import plugins
 from mlx_blockpool.config import KVBits
@@ -182,3 +183,29 @@ def test_a_class_that_keeps_fewer_rows_than_a_prompt_of_the_proof_is_not_pooled(
 
 def _is_old(array: mx.array) -> mx.array:
     return (mx.arange(array.shape[2]) < array.shape[2] - 900)[:, None]
+
+
+def test_states_that_grow_next_to_such_a_cache_are_not_batched(
+    slopes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model:
+        def make_cache(self) -> list[Any]:
+            return [slopes.Rows(), ArraysCache(1)]
+
+        def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+            rows = mx.zeros((1, 2, tokens.shape[1], 8))
+            before = 0 if cache[1][0] is None else cache[1][0].shape[1]
+            cache[1][0] = mx.zeros((1, min(before + tokens.shape[1], 3), 4))
+            return cache[0].append(rows, rows)[0]
+
+    make, plugin = plugins.make_plugin_manager, plugin_of(slopes, right(slopes))
+
+    def manager() -> Any:
+        made = make()
+        made.register(plugin, "slopes")
+        return made
+
+    monkeypatch.setattr(plugins, "make_plugin_manager", manager)
+    spec = plugins.traced_spec(Model(), "grows")
+    assert not spec.batches
+    assert spec.source
