@@ -21,12 +21,14 @@ from documents import section
 from testing.runs_pytest import PLUGIN
 from thorough import only
 
+from mlx_blockpool import commands
 from mlx_blockpool.commands.plugin import write_package
 from mlx_blockpool.errors import PluginError
 from mlx_blockpool.testing import CHECKS
 
 ROOT = Path(__file__).parent.parent.parent
-TEMPLATE = ROOT / "mlx_blockpool/commands/plugin_template"
+# Of the installed package, which is a wheel's in CI.
+TEMPLATE = Path(commands.__path__[0]) / "plugin_template"
 SECTION = section("plugins/README.md", "Write a plugin")
 COMMANDS = [
     line
