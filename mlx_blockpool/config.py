@@ -376,6 +376,7 @@ class FormConfig:
     # begun when this many more are left than it needs.
     closing_tokens: ClassVar[int] = 256
     closing_spare: ClassVar[int] = 4
+    closing_seconds: ClassVar[float] = 0.02  # processor time for one search
     forced_bytes: ClassVar[int] = 20_000  # that a grammar may begin with where it leaves no choice
     # Processor time of the form of a reply: the other replies of the batch wait for it. For each of
     # its tokens, ...

@@ -302,12 +302,18 @@ class ReplyForm:
         # One token ends the reply.
         most = left - len(before) - 1
         words = np.zeros(self.num_words, np.int32)
+        began = time.thread_time()
         found = closing(self._matcher, self._marks.letters, most, words)
         spare = FormConfig.closing_spare
         if found is not None and most - len(found) > spare:
             self._search_at = left - max(1, (most - len(found) - spare) // 2)
             return []
-        self._search_at = left // 2 if found is None else left
+        if found is None:
+            # A grammar whose ends take long to find is not searched again.
+            is_slow = time.thread_time() - began > FormConfig.closing_seconds
+            self._search_at = 0 if is_slow else left // 2
+        else:
+            self._search_at = left
         self._ends = found == [] and not before
         return [] if found is None else [*before, *found]
 
@@ -339,8 +345,10 @@ def closing(
     to write into.
     """
     found: list[int] = []
-    ahead = matcher.deep_copy()
+    ahead, until = matcher.deep_copy(), time.thread_time() + FormConfig.closing_seconds
     while not ahead.is_accepting():
+        if time.thread_time() > until:
+            return None
         step = ahead.compute_ff_tokens() or _next(ahead, letters, words)
         if not step or len(found) + len(step) > most or not ahead.consume_tokens(step):
             return None

@@ -26,7 +26,6 @@ from mlx_blockpool.commands.plugin import write_package
 from mlx_blockpool.errors import PluginError
 from mlx_blockpool.testing import CHECKS
 
-ROOT = Path(__file__).parent.parent.parent
 # Of the installed package, which is a wheel's in CI.
 TEMPLATE = Path(commands.__path__[0]) / "plugin_template"
 SECTION = section("plugins/README.md", "Write a plugin")

@@ -459,3 +459,15 @@ def test_far_from_the_limit_nothing_is_searched(monkeypatch: pytest.MonkeyPatch)
     form.max_tokens = 100_000
     form.follow(tokens_of('{"name":"' + "a" * 300))
     assert not searched
+
+
+def test_a_grammar_whose_end_takes_long_to_find_costs_no_reply() -> None:
+    rules = [f'r{i}: "A" r{(i + 1) % 200} | "B" r{(i * 7 + 3) % 200} | "C"' for i in range(200)]
+    ways = " | ".join(f"s r{i}" for i in range(200))
+    form = form_of("form", "\n".join(['start: s "!"', f's: {ways} | "Z"', *rules]))
+    form.max_tokens = FormConfig.closing_tokens + 11
+    words = np.zeros(VOCABULARY.num_words, np.int32)
+    for count, letter in enumerate("ZABABABABABABAB"):
+        form.follow(tokens_of(letter), count)
+        form.fill(words)
+    assert form._search_at == 0

@@ -129,6 +129,10 @@ def test_the_list_says_how_long_a_prompt_and_its_reply_may_be(
         config = json.loads((other / "config.json").read_text())
         (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
         assert client.send("/v1/models/other")[1]["max_model_len"] == 4096
+        for text in ("[]", "null", "[" * 100_000):
+            (other / "config.json").write_text(text)
+            status, listed = client.send("/v1/models")
+            assert (status, len(listed["data"])) == (200, 3)
 
 
 def test_only_allowed_models_are_loaded_and_the_error_says_which(

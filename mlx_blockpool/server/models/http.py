@@ -162,7 +162,8 @@ class ModelsEndpoint:
         for key, loaded in list(self._registry.loaded.items()):
             if key.model == model:
                 return loaded.max_tokens
-        with contextlib.suppress(OSError, ValueError):
+        # The files may hold anything.
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
             return positions_of(load_config(local_folder(model)))
         return None
 
