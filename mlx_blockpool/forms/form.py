@@ -299,6 +299,10 @@ class ReplyForm:
             or (self.state == "start" and self._tail)
         ):
             return []
+        if self._spent > FormConfig.closing_seconds + self.seen * FormConfig.token_seconds / 2:
+            # Each step of a search would cost as much as a token of this grammar does.
+            self._search_at = 0
+            return []
         # One token ends the reply.
         most = left - len(before) - 1
         words = np.zeros(self.num_words, np.int32)
