@@ -63,35 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "serve", add_help=False, help="mlx-lm's server on a block pool; --help lists its options"
     )
-    launch.add_options(
-        commands.add_parser("launch", help="start a coding client, and the server if none runs")
-    )
-    service.add_options(
-        commands.add_parser("service", help="run the server in the background from login on")
-    )
-    patch.add_options(
-        commands.add_parser(
-            "patch", help="add the option --cache-backend to mlx_lm.server, or remove it"
-        )
-    )
-    plan.add_options(
-        commands.add_parser(
-            "plan", help="the memory that a model and its agents need, before it is downloaded"
-        )
-    )
-    top.add_options(
-        commands.add_parser(
-            "top", help="a running server's memory, agents and requests in the terminal"
-        )
-    )
-    doctor.add_options(
-        commands.add_parser(
-            "doctor", help="check whether the server will run well here, and what to do if not"
-        )
-    )
-    plugin.add_options(
-        commands.add_parser("plugin", help="begin a package for a model that mlx-lm does not have")
-    )
+    for name, module, about in (
+        ("launch", launch, "start a coding client, and the server if none runs"),
+        ("service", service, "run the server in the background from login on"),
+        ("patch", patch, "add the option --cache-backend to mlx_lm.server, or remove it"),
+        ("plan", plan, "the memory that a model and its agents need, before it is downloaded"),
+        ("top", top, "a running server's memory, agents and requests in the terminal"),
+        ("doctor", doctor, "check whether the server will run well here, and what to do if not"),
+        ("plugin", plugin, "begin a package for a model that mlx-lm does not have"),
+    ):
+        module.add_options(commands.add_parser(name, help=about))
     text = "the prefixes on disk: show, check and clear them, export and import"
     actions = store.add_options(commands.add_parser("store", help=text))
     agents.add_options(actions)

@@ -171,7 +171,7 @@ def _run(args: argparse.Namespace) -> tuple[str, int]:
     server = _LocalServer(url, key, args.model, args.api_key_file)
     program = shutil.which(client.program)
     if program is None and not args.print:
-        raise BlockpoolError(f"There is no program {client.program}. Install it: {client.install}")
+        raise BlockpoolError(f"{client.program} is not installed. Install it: {client.install}")
     models = server.models() if args.print else server.started()
     client = client.filled(
         url=url,
@@ -180,7 +180,7 @@ def _run(args: argparse.Namespace) -> tuple[str, int]:
         folder=user_config_folder() / "clients" / args.client,
     )
     if args.print:
-        steps = [] if models is not None else [f"{shlex.join(server.command)} >> {server.log} &"]
+        steps = [] if models is not None else server.lines()
         return "\n".join([*steps, *client.lines(args.rest)]), 0
     assert program is not None
     for path, text in client.files.items():
@@ -232,6 +232,15 @@ class _LocalServer:
             return None
         return self._server.get("/v1/models", 30.0) or {}
 
+    def lines(self) -> list[str]:
+        """Shell commands that start it and wait until it runs."""
+        log, health = shlex.quote(str(self.log)), shlex.quote(f"{self._url}/health")
+        return [
+            f"mkdir -p {shlex.quote(str(self.log.parent))}",
+            f"{shlex.join(self.command)} >> {log} 2>&1 &",
+            f"until curl -sf {health} > /dev/null; do kill -0 $! || break; sleep 1; done",
+        ]
+
     def started(self) -> dict[str, Any]:
         """The list of its models, once it runs.
 
@@ -257,7 +266,13 @@ class _LocalServer:
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until and process.poll() is None:
             if (found := self.models()) is not None:
-                return found
+                if any(model["id"] == MODEL for model in found.get("data", ())):
+                    return found
+                process.terminate()
+                raise BlockpoolError(
+                    "The server has no model and was stopped. Give --model NAME (demo is bundled), "
+                    f'or write model = "NAME" into {user_config_folder() / "config.toml"}.'
+                )
             time.sleep(0.2)
         process.kill()
         last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]

@@ -91,7 +91,8 @@ def text_of(command: Sequence[str], log: Path) -> str:
             "StandardErrorPath": str(log),
         }
         return plistlib.dumps(about).decode()
-    words = " ".join(_quoted(word) for word in command)
+    # In a command, but not in a variable, a $ begins the name of one.
+    words = " ".join(_quoted(word.replace("$", "$$")) for word in command)
     variables = "".join(f"Environment={_quoted(f'{n}={v}')}\n" for n, v in _environment().items())
     return (
         "[Unit]\nDescription=mlx-lm's server on a block pool\n"
@@ -113,8 +114,8 @@ def _escaped(word: str) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word of ExecStart, in which systemd reads escapes, variables and specifiers."""
-    word = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("$", "$$")
+    """A word of a unit, in which systemd reads escapes and specifiers."""
+    word = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{_escaped(word)}"'
 
 
@@ -158,7 +159,7 @@ def _logs() -> str:
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise BlockpoolError(f"There is no log yet: {error}") from error
+        raise BlockpoolError(f"The service has written no log yet: {error}") from error
     return "\n".join([f"{log}:", *lines[-LAST_LINES:]])
 
 

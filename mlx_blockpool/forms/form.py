@@ -93,7 +93,7 @@ class ReplyForm:
     work:       where the processor time that it costs is counted.
     seen:       how many of the generated tokens it has followed.
     max_tokens: of the reply: the content, or the call that it is in, is closed before this limit
-                cuts it, if an end can be found. None: there is no limit.
+                cuts it, if an end can be found. None: no limit.
     jumps:      whether forced tokens may be appended without a draw; False where the reply needs
                 their logprobs.
     """

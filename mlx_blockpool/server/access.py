@@ -464,9 +464,10 @@ def _without_others(owner: str, report: Any) -> Any:
     if not isinstance(report, dict):
         return report
     found = {name: _without_others(owner, item) for name, item in report.items()}
-    if "shown" in found:
+    # An agent may have the name of a field.
+    if isinstance(found.get("shown"), str):
         found["shown"] = found["shown"].removeprefix(f"{owner}/")
-    if "behind" in found:
+    if "behind" in found and isinstance(found.get("agents"), list):
         found["agents"] = [
             name.removeprefix(f"{owner}/")
             for name in found["agents"]

@@ -190,7 +190,6 @@ def first_words(generator: BlockpoolGenerator, host: str, port: int) -> str:
     """The lines for the person who has started the server. `port`: the one on which it listens."""
     name = "127.0.0.1" if host in ANYWHERE else f"[{host}]" if ":" in host else host
     url, model = f"http://{name}:{port}", generator.model
-    context = None if model is None else model.positions
     lines = [
         "The server is ready.",
         *_of_model(generator, model),
@@ -198,7 +197,7 @@ def first_words(generator: BlockpoolGenerator, host: str, port: int) -> str:
         f"  open   {url}/",
     ]
     key = "any" if generator.access.is_open else "KEY"
-    lines += [f"  {client}: {line}" for client, line in client_settings(url, context, key).items()]
+    lines += [f"  {client}: {line}" for client, line in client_settings(url, key).items()]
     return "\n".join(lines)
 
 

@@ -200,8 +200,8 @@ def with_settings(arguments: list[str], parser: argparse.ArgumentParser) -> list
     wins. The file is that of --config, or CONFIG_FILE where there is one.
 
     parser: of the options that the file may have.
-    Raises BlockpoolError for a file that cannot be read, options that there are not, and values
-    that are not true, strings, numbers or lists of them.
+    Raises BlockpoolError for a file that cannot be read, for unknown options, and for values that
+    are not true, strings, numbers or lists of them.
     """
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--config", type=Path)
@@ -226,7 +226,7 @@ def _arguments_of(file: Path, name: str, value: Any, known: list[str]) -> list[s
     if option not in known or option in ("config", "help"):
         near = difflib.get_close_matches(option, known, 1)
         advice = f"Is it {near[0]}?" if near else "See `mlx-blockpool serve --help`."
-        raise BlockpoolError(f"{file}: there is no option {name}. {advice}")
+        raise BlockpoolError(f"{file}: unknown option {name}. {advice}")
     if value is True:
         return [f"--{option}"]
     if isinstance(value, list):

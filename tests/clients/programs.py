@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class Program:
     has_tools: it offers the model a shell, and runs what the model calls.
     appends:   what it sends is what it sent before, with more behind it; so all of that has to be
                known.
+    writes:    beginnings of the paths in the home that it writes when it is launched.
     launched:  its name for `mlx-blockpool launch`, "" if that does not know it.
     """
 
@@ -33,6 +35,7 @@ class Program:
     has_tools: bool = True
     appends: bool = True
     launched: str = ""
+    writes: Sequence[str] = ()
 
 
 def install(package: str, folder: Path) -> Path:
@@ -66,6 +69,7 @@ PROGRAMS = {
         "-p {} --allowedTools Bash",
         "-p --continue {} --allowedTools Bash",
         launched="claude",
+        writes=(".claude.json", ".claude/"),
     ),
     "codex": Program(
         "Codex",
@@ -73,9 +77,18 @@ PROGRAMS = {
         f"exec {_CODEX} {{}}",
         f"exec resume {_CODEX} --last {{}}",
         launched="codex",
+        writes=(".codex/",),
     ),
     "opencode": Program(
-        "opencode", "opencode-ai@1.18.33", "run {}", "run --continue {}", launched="opencode"
+        "opencode",
+        "opencode-ai@1.18.33",
+        "run {}",
+        "run --continue {}",
+        launched="opencode",
+        writes=(
+            *(".config/opencode/", ".local/share/opencode/", ".local/state/opencode/"),
+            ".cache/opencode/",
+        ),
     ),
     "qwen-code": Program(
         "qwen-code",
@@ -83,6 +96,7 @@ PROGRAMS = {
         "--yolo {}",
         "--yolo --continue {}",
         launched="qwen",
+        writes=(".qwen/",),
     ),
     "continue": Program(
         "Continue", "@continuedev/cli@1.5.47", "--auto -p {}", "--auto --resume -p {}"
@@ -98,6 +112,7 @@ PROGRAMS = {
         has_tools=False,
         appends=False,
         launched="aider",
+        writes=(".aider/",),
     ),
     # With nothing queued it asks the model again and again whether it has finished, until the model
     # calls its tool `complete`.

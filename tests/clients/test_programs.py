@@ -26,6 +26,7 @@ NAMES = list(PROGRAMS)
 ALONE = ["--net", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # Of the tokens that earlier requests of the conversation have brought.
 KNOWN_SHARE = 0.99
+SETTINGS = ("settings.json", "config.toml", "opencode.json")
 ANSWERS = ["".join(step["answer"]) for step in load_script()["steps"] if "answer" in step]
 
 
@@ -94,6 +95,22 @@ def test_four_turns(name: str, launches: bool, installed: Path, tmp_path: Path) 
         ] == []
     if PROGRAMS[name].appends:
         assert lost(replies) == []
+    if launches:
+        assert foreign_files(name, tmp_path / "home") == []
+
+
+def foreign_files(name: str, home: Path) -> list[str]:
+    """Files in a home that neither the client wrote nor launch into the folder that only it
+    uses; and settings of the client itself.
+    """
+    program = PROGRAMS[name]
+    private = f".config/mlx-blockpool/clients/{program.launched}/"
+    files = [str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()]
+    return [
+        file
+        for file in files
+        if not file.startswith((private, *program.writes)) or Path(file).name in SETTINGS
+    ]
 
 
 def lost(turns: list[list[Exchange]]) -> list[tuple[int, int, int]]:

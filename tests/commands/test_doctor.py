@@ -102,10 +102,8 @@ def test_a_whole_examination(port: int, tmp_path: Path, capsys: pytest.CaptureFi
     )
     assert found["disk speed"]["figures"]["write_bytes_per_s"] > 0
     assert not any(tmp_path.iterdir())
-    assert f"http://127.0.0.1:{port}/v1" in report["clients"]["Codex"]
-    assert (
-        f"CLAUDE_CODE_MAX_CONTEXT_TOKENS={found['model']['figures']['context']}"
-        in report["clients"]["Claude Code"]
+    assert report["clients"]["Codex"] == (
+        f"mlx-blockpool launch codex --url http://127.0.0.1:{port}"
     )
 
 

@@ -33,6 +33,19 @@ with open(os.environ["NOTES"], "a") as notes:
 """
 
 
+def has_ended(process: int) -> bool:
+    """Whether a process has, if nothing has read its status too."""
+    stat = Path(f"/proc/{process}/stat")
+    return not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def wait_for_end(process: int) -> None:
+    until = time.monotonic() + 30
+    while not has_ended(process):
+        assert time.monotonic() < until, f"process {process} runs on"
+        time.sleep(0.05)
+
+
 class Home:
     """An empty home with a folder of programs."""
 
@@ -138,7 +151,7 @@ def test_print_shows_commands_that_do_the_same(home: Home, url: str, name: str) 
     }
 
 
-def test_a_key_is_passed_on_and_a_wrong_one_is_an_error(home: Home, url: str) -> None:
+def test_a_key_is_passed_on(home: Home, url: str) -> None:
     home.launch("qwen", "--url", url, MLX_BLOCKPOOL_API_KEY="secret")
     ((_, environment),) = home.started()
     assert environment["OPENAI_API_KEY"] == "secret"
@@ -202,11 +215,39 @@ def test_a_server_is_started_where_none_runs_and_goes_on(home: Home) -> None:
         assert "The server is ready" in next(home.folder.rglob("server.log")).read_text()
     finally:
         os.kill(process, signal.SIGTERM)
-    until = time.monotonic() + 30
-    while time.monotonic() < until and Path(f"/proc/{process}/stat").exists():
-        if Path(f"/proc/{process}/stat").read_text().split()[2] == "Z":
-            break
-        time.sleep(0.05)
+    wait_for_end(process)
+
+
+def free_url() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_printed_commands_start_a_server_and_wait_for_it(home: Home) -> None:
+    url = free_url()
+    shown = home.launch("claude", "--url", url, "--model", model_path(), "--print").stdout
+    script = f"{shown}\ncurl -sf {url}/health\nkill $!"
+    ran = subprocess.run(
+        ["sh", "-ec", script], env=home.environment, capture_output=True, check=True, timeout=120
+    )
+    assert ran.stdout
+    assert len(home.started()) == 1
+    assert "The server is ready" in next(home.folder.rglob("server.log")).read_text()
+
+
+def test_a_server_without_a_model_is_stopped_and_the_client_not_started(home: Home) -> None:
+    ran = home.launch("claude", "--url", free_url())
+    process = int(ran.stderr.partition("process ")[2].partition(",")[0])
+    try:
+        wait_for_end(process)
+    finally:
+        if not has_ended(process):
+            os.kill(process, signal.SIGTERM)
+    assert ran.returncode == 1
+    assert "The server has no model and was stopped" in ran.stderr
+    assert str(home.folder / ".config/mlx-blockpool/config.toml") in ran.stderr
+    assert not home.notes.exists()
 
 
 def test_a_server_that_does_not_start_says_why(home: Home) -> None:

@@ -55,14 +55,14 @@ def test_it_runs_where_it_was_installed(home: Path, monkeypatch: pytest.MonkeyPa
     """Relative paths and the folders of models are those of the shell."""
     (home / "a place").mkdir()
     monkeypatch.chdir(home / "a place")
-    monkeypatch.setenv("HF_HOME", "/models 5%")
+    monkeypatch.setenv("HF_HOME", "/models 5% $x")
     text = service.text_of(["serve"], home / "log")
     assert f"WorkingDirectory={home}/a place\n" in text
-    assert 'Environment="HF_HOME=/models 5%%"\n' in text
+    assert 'Environment="HF_HOME=/models 5%% $x"\n' in text
     monkeypatch.setattr(sys, "platform", "darwin")
     found = plistlib.loads(service.text_of(["serve"], home / "log").encode())
     assert found["WorkingDirectory"] == f"{home}/a place"
-    assert found["EnvironmentVariables"]["HF_HOME"] == "/models 5%"
+    assert found["EnvironmentVariables"]["HF_HOME"] == "/models 5% $x"
 
 
 def test_a_service_that_does_not_start_leaves_the_one_before(

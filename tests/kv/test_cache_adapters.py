@@ -60,12 +60,7 @@ def plugin_of(slopes: Any, adapters: Callable[[], Any]) -> Any:
     return Plugin()
 
 
-def opened(
-    slopes: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    adapters: Callable[[], Any],
-    bits: KVBits | None = None,
-) -> BlockPoolBatchEngine:
+def install(slopes: Any, monkeypatch: pytest.MonkeyPatch, adapters: Callable[[], Any]) -> None:
     make, plugin = plugins.make_plugin_manager, plugin_of(slopes, adapters)
 
     def manager() -> Any:
@@ -74,7 +69,17 @@ def opened(
         return made
 
     monkeypatch.setattr(plugins, "make_plugin_manager", manager)
-    return BlockPoolBatchEngine.open(tiny_model(CONFIG, manager()), ROOMY, bits=bits)
+
+
+def opened(
+    slopes: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    adapters: Callable[[], Any],
+    bits: KVBits | None = None,
+) -> BlockPoolBatchEngine:
+    install(slopes, monkeypatch, adapters)
+    model = tiny_model(CONFIG, plugins.make_plugin_manager())
+    return BlockPoolBatchEngine.open(model, ROOMY, bits=bits)
 
 
 def stock_replies(model: Any, caches: Callable[[], Any]) -> list[list[int]]:
@@ -198,14 +203,7 @@ def test_states_that_grow_next_to_such_a_cache_are_not_batched(
             cache[1][0] = mx.zeros((1, min(before + tokens.shape[1], 3), 4))
             return cache[0].append(rows, rows)[0]
 
-    make, plugin = plugins.make_plugin_manager, plugin_of(slopes, right(slopes))
-
-    def manager() -> Any:
-        made = make()
-        made.register(plugin, "slopes")
-        return made
-
-    monkeypatch.setattr(plugins, "make_plugin_manager", manager)
+    install(slopes, monkeypatch, right(slopes))
     spec = plugins.traced_spec(Model(), "grows")
     assert not spec.batches
     assert spec.source

@@ -233,3 +233,9 @@ def test_names() -> None:
         "stays": [{"agents": ["x"], "behind": 0}],
         "shown": "x",
     }
+
+
+@pytest.mark.parametrize("name", ["behind", "shown", "agents"])
+def test_agents_may_have_the_names_of_fields(name: str) -> None:
+    report = {"agents": {noted_name("ann", name): {"tokens": 3}}}
+    assert as_owner_sees("ann", report) == {"agents": {name: {"tokens": 3}}}

@@ -43,10 +43,7 @@ def _run(args: argparse.Namespace) -> tuple[str, int]:
     check_port(args.port)
     findings = examine(args.model, args.port, args.store_dir)
     status = int(any(finding.state == "problem" for finding in findings))
-    context = next(
-        (finding.figures.get("context") for finding in findings if finding.about == "model"), None
-    )
-    clients = client_settings(f"http://{installation.HOST}:{args.port}", context)
+    clients = client_settings(f"http://{installation.HOST}:{args.port}")
     if not args.json:
         return describe(findings, clients), status
     report = {"healthy": not status, "findings": list(map(asdict, findings)), "clients": clients}
