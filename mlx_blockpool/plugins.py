@@ -35,10 +35,13 @@ def make_plugin_manager() -> pluggy.PluginManager:
     for name in BUNDLED:
         # Under the module's name: an installed plugin may be named like the architecture.
         manager.register(importlib.import_module(f"{PACKAGE}.{name}"))
-    for point in entry_points(group=GROUP):
+    points = entry_points(group=GROUP)
+    for point in points:
         _load(point)
     try:
-        manager.load_setuptools_entrypoints(GROUP)
+        # pluggy reads the metadata of all distributions again.
+        if points:
+            manager.load_setuptools_entrypoints(GROUP)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         raise PluginError(

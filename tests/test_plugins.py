@@ -209,6 +209,11 @@ def test_an_installed_plugin_may_have_the_name_of_the_bundled_one(
     assert spec_from_config(TINY_LLAMA, "m").layers == (FullLayer(7, 7, 7),)
 
 
+def test_without_installed_plugins_metadata_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(pluggy.PluginManager, "load_setuptools_entrypoints")
+    assert make_plugin_manager().list_plugin_distinfo() == []
+
+
 def test_a_misspelt_hook_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(
         tmp_path, monkeypatch, OVERRIDE.replace("def model_cache_spec", "def model_cache_specs")

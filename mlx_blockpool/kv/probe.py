@@ -58,17 +58,17 @@ def probe(
     Raises PoolExhaustedError if the pool cannot hold two short sequences, and PluginError if a
     sequence differs on the caches of a plugin's spec.
     """
-    found = Capabilities(is_stage=is_stage(model))
+    found, own = Capabilities(is_stage=is_stage(model)), _OwnLogits(model, arena.spec)
     if not attaches:
         _need_equal_caches(model, arena, found, ranks)
-        return replace(found, pads_states=_leaves_padding_out(model, arena, ranks))
+        return replace(found, pads_states=_leaves_padding_out(own, arena, ranks))
     before, classes = arena.capabilities, classes_of(model)
     # Caches of the pool work as if the model could do what is tried.
     arena.capabilities = found
     try:
-        found = arena.capabilities = _probed_batches(model, arena, found, ranks)
+        found = arena.capabilities = _probed_batches(own, arena, found, ranks)
         found = arena.capabilities = replace(
-            found, pads_states=_leaves_padding_out(model, arena, ranks)
+            found, pads_states=_leaves_padding_out(own, arena, ranks)
         )
         if arena.spec.bits is not None and not found.is_attached:
             # The model cannot read these blocks.
@@ -77,7 +77,7 @@ def probe(
         no_kernel = refused_kernels(model, arena, ranks)
         kernels = frozenset(range(len(arena.spec.groups))) - no_kernel.keys()
         found = replace(
-            found, verifies=_verifies(model, arena, ranks), kernels=kernels, no_kernel=no_kernel
+            found, verifies=_verifies(own, arena, ranks), kernels=kernels, no_kernel=no_kernel
         )
         arena.capabilities = found
         return replace(found, synchronous=copies_slabs(model, arena))
@@ -89,19 +89,17 @@ def probe(
         arena.decode.path_counts.clear()
 
 
-def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Ranks) -> Capabilities:
+def _probed_batches(
+    own: _OwnLogits, arena: KVArena, found: Capabilities, ranks: Ranks
+) -> Capabilities:
     """`found`, and whether batches are ragged. Attaches the model if it agrees then."""
-    spec = arena.spec
+    model, spec = own.model, arena.spec
     is_quantised = spec.bits is not None
 
     def reads_blocks() -> str | None:
         for prompts in _prompts(model, arena):
             why = _difference(
-                model,
-                lambda: make_prompt_cache(model, arena),
-                not arena.state_leaves,
-                spec,
-                prompts,
+                own, lambda: make_prompt_cache(model, arena), not arena.state_leaves, prompts
             )
             if why is not None:
                 return why
@@ -109,7 +107,7 @@ def _probed_batches(model: Any, arena: KVArena, found: Capabilities, ranks: Rank
         return _difference_long(model, arena) if sources_of(model) else None
 
     def reads_alone() -> str | None:
-        return _difference_alone(model, arena)
+        return _difference_alone(own, arena)
 
     def reads_both() -> str | None:
         # A single sequence gets quantised rows instead of arrays, and a model may compute with them
@@ -167,20 +165,20 @@ def _prompts(model: Any, arena: KVArena) -> list[list[list[int]]]:
     return [PROMPTS, long_prompts(model, arena, _stock_caches(model))]
 
 
-def _verifies(model: Any, arena: KVArena, ranks: Ranks) -> Any:
+def _verifies(own: _OwnLogits, arena: KVArena, ranks: Ranks) -> Any:
     """Capabilities.verifies. Groups of ranks do not try."""
     if not ranks.decides:
         return None
     if arena.capabilities.ragged and all(
-        _agrees_by_rows(model, arena, prompts) for prompts in _prompts(model, arena)
+        _agrees_by_rows(own, arena, prompts) for prompts in _prompts(own.model, arena)
     ):
         return "rows"
     if not takes_back(arena.spec):
         return None
     pads = arena.capabilities.ragged and arena.capabilities.pads_states
-    if pads and _agrees_rolled_back(model, arena, PROMPTS):
+    if pads and _agrees_rolled_back(own, arena, PROMPTS):
         return "padded"
-    return "alone" if _agrees_rolled_back(model, arena, PROMPTS[:1]) else None
+    return "alone" if _agrees_rolled_back(own, arena, PROMPTS[:1]) else None
 
 
 def _attach_if(
@@ -218,20 +216,20 @@ def _attach_if(
     return None if passed else why or "another rank's part differs"
 
 
-def _leaves_padding_out(model: Any, arena: KVArena, ranks: Ranks) -> bool:
+def _leaves_padding_out(own: _OwnLogits, arena: KVArena, ranks: Ranks) -> bool:
     """Return whether a batch of prompts of several lengths gives the logits of single sequences
     though the model has states. (gear's does, baichuan_m1's does not.)
     """
     if not arena.state_leaves:
         return False
-    found = arena.capabilities
+    model, found = own.model, arena.capabilities
     arena.capabilities = replace(found, pads_states=True)
     try:
         with without_collectives(model):
             why = (
-                _difference(model, lambda: make_prompt_cache(model, arena), True, arena.spec)
+                _difference(own, lambda: make_prompt_cache(model, arena), True)
                 if found.ragged
-                else _difference(model, lambda: _stock_caches(model), True)
+                else _difference(_OwnLogits(model), lambda: _stock_caches(model), True)
             )
     finally:
         arena.capabilities = found
@@ -239,10 +237,9 @@ def _leaves_padding_out(model: Any, arena: KVArena, ranks: Ranks) -> bool:
 
 
 def _difference(
-    model: Any,
+    own: _OwnLogits,
     make_caches: Callable[[], list[Any]],
     pads: bool,
-    spec: ModelCacheSpec | None = None,
     prompts: list[list[int]] = PROMPTS,
 ) -> str | None:
     """What differs between the logits of a batch and those of single sequences, in words.
@@ -253,25 +250,26 @@ def _difference(
     def in_a_batch() -> mx.array:
         caches = [make_caches() for _ in prompts]
         if not pads:
-            for own, prompt in zip(caches, prompts, strict=True):
-                _logits(model, [prompt], own)
+            for each, prompt in zip(caches, prompts, strict=True):
+                _logits(own.model, [prompt], each)
         batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
-        return _batch_logits(model, batch, prompts if pads else [])
+        return _batch_logits(own.model, batch, prompts if pads else [])
 
-    return _compared(model, in_a_batch, prompts, spec)
+    return _compared(own, in_a_batch, prompts)
 
 
-def _agrees_by_rows(model: Any, arena: KVArena, prompts: list[list[int]]) -> bool:
+def _agrees_by_rows(own: _OwnLogits, arena: KVArena, prompts: list[list[int]]) -> bool:
     """Return whether tokens that are computed by rows, next to some that are not kept, have the
     logits of single sequences.
     """
     if arena.state_leaves or any(isinstance(leaf, ChunkLayer) for leaf in arena.spec.leaves):
         return False
+    model = own.model
 
     def by_rows() -> mx.array:
         caches = [make_prompt_cache(model, arena) for _ in prompts]
-        for own, prompt in zip(caches, prompts, strict=True):
-            _logits(model, [prompt], own)
+        for each, prompt in zip(caches, prompts, strict=True):
+            _logits(model, [prompt], each)
         batch = batch_of(caches)
         # One row of each is kept; then the last row of each is compared.
         begin_rows(batch, [3, 2])
@@ -282,18 +280,19 @@ def _agrees_by_rows(model: Any, arena: KVArena, prompts: list[list[int]]) -> boo
         commit_rows(batch, [1, 1])
         return logits[:2, -1]
 
-    return _compared(model, by_rows, prompts, arena.spec) is None
+    return _compared(own, by_rows, prompts) is None
 
 
-def _agrees_rolled_back(model: Any, arena: KVArena, prompts: list[list[int]]) -> bool:
+def _agrees_rolled_back(own: _OwnLogits, arena: KVArena, prompts: list[list[int]]) -> bool:
     """Return whether sequences of which some tokens are rolled back have the logits of mlx-lm's
     caches.
     """
+    model = own.model
 
     def rolled_back() -> mx.array:
         caches = [make_prompt_cache(model, arena) for _ in prompts]
-        for own, prompt in zip(caches, prompts, strict=True):
-            _logits(model, [prompt], own)
+        for each, prompt in zip(caches, prompts, strict=True):
+            _logits(model, [prompt], each)
         more = len(prompts) - 1
         layers = batch_of(caches) if more else caches[0]
         # Of the first sequence some tokens are rejected, and all of the second are kept.
@@ -305,37 +304,45 @@ def _agrees_rolled_back(model: Any, arena: KVArena, prompts: list[list[int]]) ->
         logits = PendingTokens(model, pending.layers, tokens).logits
         return logits[mx.array([len(again), *[len(tokens[0])] * more])]
 
-    return _compared(model, rolled_back, prompts, arena.spec) is None
+    return _compared(own, rolled_back, prompts) is None
 
 
-def _difference_alone(model: Any, arena: KVArena) -> str | None:
+def _difference_alone(own: _OwnLogits, arena: KVArena) -> str | None:
     """What differs between the logits of a prompt in two parts on pooled caches and on mlx-lm's."""
-    prompt = PROMPTS[0]
+    model, prompt = own.model, PROMPTS[0]
     parts = [prompt[:4], prompt[4:], *NEXT]
     return _compared(
-        model,
-        lambda: _last_logits(model, make_prompt_cache(model, arena), parts),
-        [prompt],
-        arena.spec,
+        own, lambda: _last_logits(model, make_prompt_cache(model, arena), parts), [prompt]
     )
 
 
-def _compared(
-    model: Any,
-    compute: Callable[[], mx.array],
-    prompts: list[list[int]],
-    spec: ModelCacheSpec | None,
-) -> str | None:
-    """What differs between computed logits and those of each prompt alone, on mlx-lm's caches that
-    hold what the spec's blocks hold; None if nothing does.
+class _OwnLogits:
+    """Logits of prompts alone, on mlx-lm's caches that hold what the blocks of `spec` hold, each
+    computed once.
     """
+
+    def __init__(self, model: Any, spec: ModelCacheSpec | None = None) -> None:
+        self.model, self.spec = model, spec
+        self._known: dict[tuple[int, ...], mx.array] = {}
+
+    def after(self, prompt: list[int]) -> mx.array:
+        """[1, vocabulary] after a prompt and NEXT."""
+        key, model = tuple(prompt), self.model
+        if key not in self._known:
+            with detached(model):
+                caches = _stock_caches(model, self.spec)
+                self._known[key] = _last_logits(model, caches, [prompt, *NEXT])
+        return self._known[key]
+
+
+def _compared(
+    own: _OwnLogits, compute: Callable[[], mx.array], prompts: list[list[int]]
+) -> str | None:
+    """What differs between computed logits and those of each prompt alone; None if nothing does."""
+    model, spec = own.model, own.spec
     try:
         found = compute()
-        with detached(model):
-            alone = [
-                _last_logits(model, _stock_caches(model, spec), [prompt, *NEXT])
-                for prompt in prompts
-            ]
+        alone = [own.after(prompt) for prompt in prompts]
     except PoolExhaustedError as error:
         if spec is None or max(map(len, prompts)) <= len(PROMPTS[0]):
             raise

@@ -240,6 +240,15 @@ def test_specs_of_the_bundled_provider_are_tried_with_short_prompts_only(
     assert BlockPoolBatchEngine.open(tiny_model(CONFIGS["gpt_oss"]), ROOMY).caches.ragged
 
 
+def test_the_models_own_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = probing._stock_caches, []
+    monkeypatch.setattr(probing, "_stock_caches", lambda *a: made.append(a) or make(*a))
+    caches = BlockPoolBatchEngine.open(tiny_model(CONFIGS["lfm2"]), ROOMY).caches
+    # In a batch, with padding and rolled back.
+    assert (caches.ragged, caches.capabilities.verifies) == (True, "padded")
+    assert len(made) == len(probing.PROMPTS)
+
+
 @pytest.mark.parametrize("name", only(["llama", "gpt_oss", "qwen3_next"], "qwen3_next"))
 def test_a_pool_too_small_for_a_right_spec_says_what_is_needed(
     name: str, monkeypatch: pytest.MonkeyPatch
