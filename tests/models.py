@@ -191,12 +191,17 @@ def save_endless(folder: Path, seed: int = 0) -> Path:
     """save_model() of a llama that does not end a reply by itself, where the likeliest token is
     drawn.
     """
-    save_model(folder, "llama", seed)
+    return without(save_model(folder, "llama", seed), "<|im_end|>")
+
+
+def without(folder: Path, *tokens: str) -> Path:
+    """A saved llama, changed so that none of these tokens is the likeliest."""
     weights = mx.load(str(folder / "model.safetensors"))
-    end = character_tokenizer().token_to_id("<|im_end|>")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for name, array in weights.items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            array[end] = 0
+            for token in tokens:
+                array[tokenizer.token_to_id(token)] = 0
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 

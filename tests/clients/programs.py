@@ -38,7 +38,7 @@ class Program:
     writes: Sequence[str] = ()
 
 
-def install(package: str, folder: Path) -> Path:
+def install(package: str, folder: Path, python: str = sys.executable) -> Path:
     """The folder with the programs of a package (of Python, if it is named with ==), which is
     installed unless it is there.
     """
@@ -48,7 +48,7 @@ def install(package: str, folder: Path) -> Path:
         return binaries
     folder.mkdir(parents=True, exist_ok=True)
     if is_python:
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
         command = [str(folder / "bin/pip"), "install", "-q", package]
     else:
         command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]

@@ -47,23 +47,22 @@ def test_the_readme_has_no_other_clients() -> None:
     assert {program.heading for program in PROGRAMS.values()} <= set(headings)
 
 
+def run_alone(module: str, name: str, installed: Path, folder: Path, *options: str) -> str:
+    """What clients.MODULE prints that runs a program in a network namespace."""
+    binaries = install(PROGRAMS[name].package, installed / name)
+    command = [sys.executable, "-m", f"clients.{module}", name, str(binaries), str(folder)]
+    ran = subprocess.run(
+        ["unshare", *ALONE, *command, *options],
+        cwd=TESTS, capture_output=True, text=True, timeout=1500,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
 def turns_of(
     name: str, installed: Path, folder: Path, launches: bool = False
 ) -> list[dict[str, Any]]:
-    binaries = install(PROGRAMS[name].package, installed / name)
-    alone = [
-        "unshare",
-        *ALONE,
-        sys.executable,
-        "-m",
-        "clients.session",
-        name,
-        str(binaries),
-        str(folder),
-        *(["--launch"] if launches else []),
-    ]
-    ran = subprocess.run(alone, cwd=TESTS, capture_output=True, text=True, timeout=1500)
-    assert ran.returncode == 0, ran.stderr
+    run_alone("session", name, installed, folder, *["--launch"] * launches)
     turns: list[dict[str, Any]] = json.loads((folder / "wire.json").read_text())
     return turns
 
@@ -97,6 +96,15 @@ def test_four_turns(name: str, launches: bool, installed: Path, tmp_path: Path) 
         assert lost(replies) == []
     if launches:
         assert foreign_files(name, tmp_path / "home") == []
+
+
+@pytest.mark.timeout(900)
+def test_codex_compacts_by_an_ordinary_reply(installed: Path, tmp_path: Path) -> None:
+    """It calls no /v1/responses/compact, which this server does not have."""
+    found = json.loads(run_alone("compaction", "codex", installed, tmp_path))
+    assert {tuple(asked[:3]) for asked in found["requests"]} == {("POST", "/v1/responses", 200)}
+    assert [asks_for_summary for *_, asks_for_summary in found["requests"]][:2] == [True, False]
+    assert ANSWERS[0] in found["said"]
 
 
 def foreign_files(name: str, home: Path) -> list[str]:

@@ -678,7 +678,9 @@ def test_other_errors(server: Client, gpt: openai.OpenAI) -> None:
     for raw in (b"{", b"[]", b"\xff", b'{"input": ' + b"[" * 100_000):
         status, answer = server.send("/v1/responses", raw=raw)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-    assert server.send("/v1/responses/resp_x/cancel", {})[0] == 404
+    for path in ("/v1/responses/resp_x/cancel", "/v1/responses/compact"):
+        status, answer = server.send(path, {})
+        assert (status, path in answer["error"]["message"]) == (404, True)
 
 
 def test_a_failure_in_mid_stream_is_the_last_event(
