@@ -146,7 +146,9 @@ class EngineConfig:
     # forwards on it; off: none; a number: up to this many, whatever they cost.
     drafts: str | int = "auto"
     most_drafted: int = 16  # the most tokens that are drafted for a request in a step
-    join_seconds: float = 0.01  # requests that arrive within this time of each other start together
+    # How long the first request waits for others whose prompts are being prepared, to start with
+    # them.
+    join_seconds: float = 0.01
     stall_seconds: float = (
         120.0  # a server with work that computes nothing for this long reports itself unhealthy
     )

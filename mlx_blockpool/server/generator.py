@@ -109,6 +109,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.registry.speeds.has_arrivals = lambda: self._stop or not self.requests.empty()
         self.step_driver = StepDriver() if drive is None else drive(self, config)
         self._order = KeyedLock()
+        # The queue of each request whose prompt is being prepared.
+        self._preparing: set[Queue[tuple[int, Any]]] = set()
         self._config, self._reported = config.engine, 0.0
         self._started: Queue[Exception | None] = Queue()
         super().__init__(model_provider, SequentialCache(GuardedPromptCache()))
@@ -130,8 +132,12 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         args = replace(generation_args, model=self.registry.find(generation_args.model))
         parts: Queue[tuple[int, Any]] = Queue()
         with self._order.hold(request.options.agent):
-            args = self.preparation.prepare(request, args)
-            replies = replies_to(request, args, self.registry.events_of(args.model), parts)
+            self._preparing.add(parts)
+            try:
+                args = self.preparation.prepare(request, args)
+                replies = replies_to(request, args, self.registry.events_of(args.model), parts)
+            finally:
+                self._preparing.remove(parts)
             for reply in replies:
                 self.requests.put(reply)
         try:
@@ -306,7 +312,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _take_arrivals(self) -> None:
         """Take what has arrived.
 
-        An idle thread waits for the first request, and briefly for others that arrive with it.
+        An idle thread waits for the first request, and briefly for others that are being prepared.
         """
         idle = not (self._live or self.registry.queue or self.registry.swap)
         computes = any(served.live and not served.is_blocked for served in self._models)
@@ -320,7 +326,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 left -= 1
                 if idle:
                     idle, until = False, time.monotonic() + self._config.join_seconds
-                wait = max(until - time.monotonic(), 0)
+                wait = max(until - time.monotonic(), 0) if self._preparing else 0.0
         except Empty:
             pass
 

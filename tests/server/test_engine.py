@@ -125,27 +125,47 @@ def test_what_ends_the_thread_is_told_and_the_next_request_is_served(
     fresh_server.settle()
 
 
-def test_those_that_arrive_within_a_moment_start_together() -> None:
-    arrived: list[Any] = []
-    thread = types.SimpleNamespace(
+def taking_arrivals(preparing: set[str]) -> tuple[threading.Thread, Queue[str], list[str]]:
+    """A thread that takes arrivals once, its queue, and what it has taken."""
+    arrived: list[str] = []
+    generator = types.SimpleNamespace(
         _live={},
         _models=[],
         _config=EngineConfig(join_seconds=5),
         _arrive=arrived.append,
+        _preparing=preparing,
         registry=types.SimpleNamespace(queue=(), swap=None),
         requests=Queue(),
         step_driver=StepDriver(),
     )
-    thread.requests.put("first")
-    late = threading.Timer(0.05, lambda: thread.requests.put("second"))
-    late.start()
-    # It ends with the moment, for which nobody waits.
-    watch = threading.Thread(target=BlockpoolGenerator._take_arrivals, args=(thread,), daemon=True)
+    generator.requests.put("first")
+    watch = threading.Thread(
+        target=BlockpoolGenerator._take_arrivals, args=(generator,), daemon=True
+    )
     watch.start()
-    late.join()
-    until(lambda: len(arrived) >= 2)
-    assert watch.is_alive(), "it still waits for more"
-    assert arrived == ["first", "second"]
+    return watch, generator.requests, arrived
+
+
+def test_a_request_starts_with_those_that_are_being_prepared() -> None:
+    preparing = {"second", "third"}
+    watch, requests, arrived = taking_arrivals(preparing)
+    until(lambda: arrived == ["first"])
+    preparing.remove("second")
+    requests.put("second")
+    until(lambda: arrived == ["first", "second"])
+    assert watch.is_alive(), "it still waits for the third"
+    preparing.remove("third")
+    requests.put("third")
+    watch.join(timeout=4)
+    assert not watch.is_alive(), "it waits for others than those"
+    assert arrived == ["first", "second", "third"]
+
+
+def test_a_request_alone_starts_at_once() -> None:
+    watch, _, arrived = taking_arrivals(set())
+    watch.join(timeout=4)
+    assert not watch.is_alive()
+    assert arrived == ["first"]
 
 
 def test_a_draft_runs_on_pooled_caches_and_changes_no_reply(
