@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -596,7 +597,7 @@ def _longest_match(node: Node, edge: bytes) -> tuple[Node | None, int]:
     return best, longest
 
 
-Alike = TypeVar("Alike", list[int], str, bytes)
+Alike = TypeVar("Alike", list[int], "array[int]", str, bytes)
 
 
 def common_prefix(a: Alike, b: Alike) -> int:

@@ -223,7 +223,7 @@ def replies_to(
 
 def fit(
     args: Any,
-    prompt: list[int],
+    prompt: Collection[int],
     capacity: int | None,
     positions: int | None = None,
     default: int | None = None,

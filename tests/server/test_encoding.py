@@ -57,7 +57,10 @@ KINDS = {
 def reusing(kind: str, **bounds: int) -> ReusingTokenizer:
     whole = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind], eos_token="<|end|>")
     config = type("Config", (PromptConfig,), bounds)
-    return ReusingTokenizer(TokenizerWrapper(whole), config)
+    wrapper = TokenizerWrapper(whole)
+    wrapper._think_start_tokens = wrapper.encode("<think>", add_special_tokens=False)
+    wrapper._think_end_tokens = wrapper.encode("abc de", add_special_tokens=False)
+    return ReusingTokenizer(wrapper, config)
 
 
 PARTS = st.lists(
@@ -75,8 +78,25 @@ def test_texts_that_begin_alike_have_the_tokens_of_whole_texts(
     for added, base, cut in texts:
         text = known[base % len(known)][:cut] + added
         found = tokenizer.encode(text, add_special_tokens=False)
-        assert found == tokenizer.whole.encode(text, add_special_tokens=False)
+        whole = tokenizer.whole.encode(text, add_special_tokens=False)
+        assert found.tolist() == whole
+        assert tokenizer.rfind_think_start(found) == tokenizer.whole.rfind_think_start(whole)
+        assert tokenizer.rfind_think_end(found) == tokenizer.whole.rfind_think_end(whole)
+        last = len(found) - 11
+        assert tokenizer.rfind_think_start(found, start=last) == (
+            tokenizer.whole.rfind_think_start(whole, start=last)
+        )
         known.append(text)
+
+
+def test_a_beginning_that_ends_before_an_added_token_is_not_encoded() -> None:
+    tokenizer = reusing("bytes")
+    text = "".join(f"<|start|>{'abc de ' * 10}<|end|>" for _ in range(3))
+    tokenizer.encode(f"{text}<|start|>abc", add_special_tokens=False)
+    before = tokenizer.num_encoded
+    found = tokenizer.encode(text, add_special_tokens=False)
+    assert found.tolist() == tokenizer.whole.encode(text, add_special_tokens=False)
+    assert tokenizer.num_encoded == before
 
 
 def test_only_what_is_new_since_the_last_added_token_is_encoded() -> None:
@@ -115,5 +135,5 @@ def test_a_tokenizer_that_encodes_in_another_way_encodes_whole_texts() -> None:
     assert not splitting_tokens(object())
     tokenizer = ReusingTokenizer(TokenizerWrapper(made))
     for _ in range(2):
-        assert tokenizer.encode("<|start|>abc", add_special_tokens=False) == [12]
+        assert tokenizer.encode("<|start|>abc", add_special_tokens=False).tolist() == [12]
     assert tokenizer.num_encoded == 24

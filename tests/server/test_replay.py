@@ -127,7 +127,7 @@ def test_each_prompt_begins_with_the_one_before_and_its_reply(style: str) -> Non
             Replay(Template(tokenizer, TOOLS, {}), messages).tokens(messages),
         )
         assert built is not None
-        prompt, ends = built
+        prompt, ends = list(built[0]), built[1]
         (opening,) = ends
         assert prompt[: len(before)] == before
         assert own(messages)[: len(before)] != before, "the template alone would do"

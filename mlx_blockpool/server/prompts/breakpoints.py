@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,7 +90,7 @@ def without_reminders(messages: list[Message]) -> list[Message]:
 
 
 def checkpoint_positions(
-    template: Template, prompt: list[int], messages: list[Message], so_far: list[Message]
+    template: Template, prompt: array[int], messages: list[Message], so_far: list[Message]
 ) -> list[tuple[int, str]]:
     """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too; none
     without a template.
@@ -115,7 +116,7 @@ def checkpoint_positions(
     return sorted(checkpoints.items())
 
 
-def _end_of(template: Template, prompt: list[int], beginning: list[Message]) -> int:
+def _end_of(template: Template, prompt: array[int], beginning: list[Message]) -> int:
     """Count the tokens that a rendered beginning has in common with the prompt; 0 where the
     template does not take it.
     """
@@ -130,7 +131,7 @@ def _end_of(template: Template, prompt: list[int], beginning: list[Message]) -> 
 
 
 def breakpoint_positions(
-    template: Template, prompt: list[int], messages: list[Message], breakpoints: list[Breakpoint]
+    template: Template, prompt: array[int], messages: list[Message], breakpoints: list[Breakpoint]
 ) -> list[tuple[int, int]]:
     """(tokens, seconds) of each breakpoint whose place the rendered text shows, in order of the
     tokens.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -38,7 +40,8 @@ class ReusingTokenizer:
     `<|im_start|>`: the tokenizers library splits text at such a token before anything else, and the
     text on one side does not change the tokens on the other. Tokens that take the whitespace around
     them or are searched for in normalised text do not count. Tokenizers that have none of these, or
-    that do not leave encoding to that library, encode whole texts.
+    that do not leave encoding to that library, encode whole texts. Tokens are arrays of 32-bit
+    integers: a list of a long prompt takes longer than all else.
 
     whole:       the tokenizer, which encodes whole texts.
     scope:       only texts of the same scope are used, so that the time a prompt takes shows
@@ -63,18 +66,28 @@ class ReusingTokenizer:
         text = self.whole.apply_chat_template(*args, tokenize=False, **options)
         return self.encode(text, add_special_tokens=False)
 
-    def encode(self, text: str, **options: Any) -> list[int]:
+    def rfind_think_start(self, tokens: array[int], start: int = 0) -> int:
+        """Like the tokenizer's method, which looks at one token after the other."""
+        return _rfind(tokens, self.whole.think_start_tokens, start)
+
+    def rfind_think_end(self, tokens: array[int]) -> int:
+        """Like the tokenizer's method."""
+        return _rfind(tokens, self.whole.think_end_tokens)
+
+    def encode(self, text: str, **options: Any) -> array[int]:
         """Like the tokenizer's method."""
         if not self._splitting or options != {"add_special_tokens": False}:
             self.num_encoded += len(text)
-            return list(self.whole.encode(text, **options))
+            return array("i", self.whole.encode(text, **options))
         earlier, (place, count) = self._beginning(text)
         self.num_encoded += len(text) - place
+        if earlier is not None and place == len(text):
+            return earlier.tokens[:count]
         found = self.whole._tokenizer(
             text[place:], add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         ids, offsets = found["input_ids"], found["offset_mapping"]
-        tokens = array("I") if earlier is None else earlier.tokens[:count]
+        tokens = array("i") if earlier is None else earlier.tokens[:count]
         tokens.extend(ids)
         if len(text) - place > self._longest:
             starts = [] if earlier is None else [s for s in earlier.starts if s[0] < place]
@@ -83,19 +96,22 @@ class ReusingTokenizer:
                     begin, end = (place + at for at in offsets[i])
                     if text[begin:end] == self._splitting[token]:
                         starts.append((begin, count + i))
-            self._remember(_Encoded(self.scope, text, tokens, starts), earlier)
-        return tokens.tolist()
+            self._remember(_Encoded(self.scope, text, tokens[:], starts), earlier)
+        return tokens
 
     def _beginning(self, text: str) -> tuple[_Encoded | None, tuple[int, int]]:
         """The earlier text to begin with, and the characters and tokens to take from it."""
         best: tuple[_Encoded | None, tuple[int, int]] = None, (0, 0)
         for earlier in self._earlier:
             if earlier.scope == self.scope:
-                # In one of the two a longer added token may begin where they still agree.
-                shared = common_prefix(text, earlier.text) - self._longest
-                at = bisect_right(earlier.starts, shared, key=lambda start: start[0]) - 1
-                if at >= 0 and earlier.starts[at] > best[1]:
-                    best = earlier, earlier.starts[at]
+                shared = common_prefix(text, earlier.text)
+                # In one of the two a longer added token may begin where they still agree, unless
+                # one begins where this text ends.
+                for most in (shared - self._longest, shared):
+                    at = bisect_right(earlier.starts, most, key=lambda start: start[0]) - 1
+                    start = earlier.starts[at] if at >= 0 else (0, 0)
+                    if start > best[1] and (most < shared or start[0] == len(text)):
+                        best = earlier, start
         return best
 
     def _remember(self, encoded: _Encoded, earlier: _Encoded | None) -> None:
@@ -109,6 +125,13 @@ class ReusingTokenizer:
             or sum(each.size for each in self._earlier) > self._config.earlier_size
         ):
             del self._earlier[0]
+
+
+def _rfind(tokens: array[int], sequence: Sequence[int], start: int = 0) -> int:
+    """The last place of a sequence in tokens, from `start` on; -1 without one."""
+    start, found = max(start, 0), array("i", sequence)
+    places = start + np.flatnonzero(np.frombuffer(tokens[start:], np.int32) == found[0])
+    return next((int(at) for at in places[::-1] if tokens[at : at + len(found)] == found), -1)
 
 
 def splitting_tokens(tokenizer: Any) -> dict[int, str]:

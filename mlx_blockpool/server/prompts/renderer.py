@@ -10,6 +10,7 @@ import copy
 import functools
 import logging
 import types
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,7 @@ class PromptRenderer:
             raise RequestTooLargeError(len(prompt) + 1, job.capacity)
         encode = self.tokenizer.encode
         prepared = PreparedPrompt(
-            list(prompt),
+            array("i", prompt),
             [len(segment) for segment in segments],
             list(kinds),
             initial_state,
@@ -144,14 +145,11 @@ class PromptRenderer:
             *(Breakpoint(None, tools, seconds) for tools, seconds in job.tool_breakpoints),
             *message_breakpoints(original),
         ]
+        template, prompt = self._template(job), array("i", prepared.tokens)
         if breakpoints and self.tokenizer.has_chat_template:
-            prepared.breakpoints = breakpoint_positions(
-                self._template(job), prepared.tokens, original, breakpoints
-            )
+            prepared.breakpoints = breakpoint_positions(template, prompt, original, breakpoints)
         if job.checkpoints:
-            prepared.checkpoints = checkpoint_positions(
-                self._template(job), prepared.tokens, original, so_far
-            )
+            prepared.checkpoints = checkpoint_positions(template, prompt, original, so_far)
 
     def _template(self, job: PromptJob) -> Template:
         return Template(self.tokenizer, job.tools, job.options)
@@ -204,7 +202,7 @@ def begun(tokenizer: Any, tokenized: Any, begin: str, state: str) -> Any:
         begin = f"{tokenizer.think_end}\n\n{begin}"
     elif initial_state != "normal" and state == "normal":
         state = initial_state
-    added = list(tokenizer.encode(begin, add_special_tokens=False))
+    added = tokenizer.encode(begin, add_special_tokens=False)
     if vision is not None:
         vision = replace(vision, cache_key=[*vision.cache_key, *added])
-    return [*prompt, *added], [*segments[:-1], [*segments[-1], *added]], kinds, state, vision
+    return prompt + added, [*segments[:-1], segments[-1] + added], kinds, state, vision

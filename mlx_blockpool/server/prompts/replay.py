@@ -71,7 +71,7 @@ class Replay:
             for token in self._tokenizer.eos_token_ids
         }
 
-    def tokens(self, so_far: list[Message]) -> tuple[list[int], dict[int, str]] | None:
+    def tokens(self, so_far: list[Message]) -> tuple[array[int], dict[int, str]] | None:
         """The prompt, and its checkpoints before the reply's opening: where the chat ends, and
         `so_far`, without reminders.
 
@@ -90,9 +90,9 @@ class Replay:
             )
             return None
 
-    def _built(self, so_far: list[Message]) -> tuple[list[int], dict[int, str]]:
+    def _built(self, so_far: list[Message]) -> tuple[array[int], dict[int, str]]:
         shown: list[Message] = []
-        tokens: list[int] = []
+        tokens = array("i")
         last: Message | None = None
         start = 0  # of the messages after the last reply
         for i, message in enumerate(self._messages, 1):
@@ -111,9 +111,9 @@ class Replay:
             for chat, opens in chats
         )
         ends = [len(tokens) + common_prefix(opened, each) for each in closed]
-        return [*tokens, *opened], dict(zip(ends[::-1], ("user", "assistant"), strict=False))
+        return tokens + opened, dict(zip(ends[::-1], ("user", "assistant"), strict=False))
 
-    def _piece(self, last: Message | None, shown: Sequence[Message]) -> Sequence[int]:
+    def _piece(self, last: Message | None, shown: Sequence[Message]) -> array[int]:
         """The tokens from the reply before to the next one.
 
         Those before the first reply are not looked up: templates write the day there.
@@ -122,7 +122,7 @@ class Replay:
         piece = None if last is None else self._known.get(digest)
         if piece is None:
             text = self._template.text(shown, add_generation_prompt=True)
-            piece = array("I", self._encoded(self._after(last, text)))
+            piece = self._encoded(self._after(last, text))
             if last is not None:
                 self._known.add(digest, piece)
         return piece
@@ -161,9 +161,9 @@ class Replay:
             at = min(ends)
         return text[at:]
 
-    def _without_stop(self, tokens: Sequence[int]) -> list[int]:
+    def _without_stop(self, tokens: Sequence[int]) -> array[int]:
         """The template writes the token that has ended a reply, or another one in its place."""
-        return list(tokens[:-1] if tokens and tokens[-1] in self._stops else tokens)
+        return array("i", tokens[:-1] if tokens and tokens[-1] in self._stops else tokens)
 
-    def _encoded(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def _encoded(self, text: str) -> array[int]:
+        return array("i", self._tokenizer.encode(text, add_special_tokens=False))
