@@ -71,7 +71,7 @@ class Tokenizing:
         """The prompt of a body, and its request."""
         parsed = parse({"max_tokens": 5, **body}, OPTIONS)
         self.prepare(parsed)
-        return parsed.request.prepared.tokens, parsed.request
+        return list(parsed.request.prepared.tokens), parsed.request
 
     def prepare(self, parsed: ParsedRequest) -> None:
         self.preparation.prepare(
