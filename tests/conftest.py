@@ -8,8 +8,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
+from compiler import compile_header_once
 from forks import fork_prompt_workers, share_forks
 from hypothesis import HealthCheck, settings
 from store.clock import Clock
@@ -76,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # How much a property is tried is decided where its test is defined, before any fixture: see
         # thorough.py.
         os.environ[TRIES] = tries
+    if not hasattr(config, "workerinput"):
+        compile_header_once(Path(CACHES.name, "compiler"))
     if config.getoption("tx", None):
         # The processes that run the tests have it in common.
         share_forks()
