@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
 
-from mlx_blockpool.hooks import SYSTEM, Message, Normaliser, Replayed, Replies, hookimpl, map_text
+from mlx_blockpool.hooks import (
+    SYSTEM,
+    Message,
+    Normaliser,
+    Replayed,
+    Replies,
+    hookimpl,
+    map_text,
+    text_of,
+)
 
 from .dates import statements
+from .environment import separate, working_directories
 
 # A line for the servers of a client's vendor. Claude Code's changes from one conversation to the
 # next.
@@ -23,6 +34,8 @@ BOOKKEEPING = re.compile(
 )
 # Characters of a text that are searched at a time; at least a line.
 PIECE = 1 << 16
+# A prompt states a few working directories.
+MOST_DIRECTORIES = 16
 
 
 @hookimpl
@@ -34,6 +47,15 @@ def prompt_normalisers() -> list[Normaliser]:
             "client addresses to its vendor's "
             "servers and not to the model, are left out.",
             drop_vendor_header,
+            is_default=True,
+        ),
+        Normaliser(
+            "environment",
+            "What the system prompt says of the client's working directory, with its folders for "
+            "it, the git status and today's date, is moved to the beginning of the first user "
+            "message; a system message that follows that one and states the directory is moved "
+            "before it.",
+            move_environment,
             is_default=True,
         ),
         Normaliser(
@@ -112,6 +134,37 @@ def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
         return list(messages)
     changed[first] = _put_before("\n".join(moved) + "\n\n", changed[first])
     return changed
+
+
+def move_environment(messages: Sequence[Message], replies: Replies) -> list[Message]:
+    first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
+    if first is None:
+        return list(messages)
+    # Claude Code sends its environment after the first user message.
+    later = takewhile(
+        lambda message: message.get("role") in SYSTEM and any(_directories(message)),
+        messages[first + 1 :],
+    )
+    seen = [*messages[:first], *later, messages[first]]
+    directories = set(islice((found for m in seen for found in _directories(m)), MOST_DIRECTORIES))
+    moved: list[str] = []
+
+    def take(text: str) -> str:
+        left, paragraphs = separate(text, directories)
+        moved.extend(paragraphs)
+        return left
+
+    system = seen[:-1] if directories else []
+    changed = [map_text(m, take) if m.get("role") in SYSTEM else m for m in system]
+    if not moved:
+        return list(messages)
+    user = _put_before("\n\n".join(moved) + "\n\n", seen[-1])
+    return [*changed, user, *messages[len(seen) :]]
+
+
+def _directories(message: Message) -> Iterator[str]:
+    # What a client states is at the beginning.
+    return working_directories(text_of(message, "\n")[:PIECE])
 
 
 def replay(messages: Sequence[Message], replies: Replies) -> list[Message]:

@@ -122,7 +122,7 @@ def _add_model_options(add: Callable[..., Any]) -> None:
 def _add_request_options(add: Callable[..., Any]) -> None:
     normalise = (
         "Normalisers for volatile prompts, such as bookkeeping,date,replay (default: "
-        "vendor-header); none: only those named"
+        "vendor-header,environment); none: only those named"
     )
     add("--normalise", **NAMES, default=(), help=normalise)
     warm_up = (

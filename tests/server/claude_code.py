@@ -47,10 +47,14 @@ INSTRUCTIONS = (
     + "\n\n# Tools\n"
     + "Call several tools in one message where they do not depend on each other. " * 2
 )
+MEMORY = (
+    "\n# Memory\n\nYou have a memory at `/home/ann/.claude/projects/{}/memory/`.\n\n"
+    + "Before you save a memory, look for one that says the same. " * 2
+)
 ENVIRONMENT = (
     "# Environment\nYou have been invoked in the following environment: \n - Primary working "
-    "directory: /home/ann/pool\n"
-    " - Is a git repository: true\n - Platform: linux\n - Shell: bash\n"
+    "directory: {}\n"
+    " - Is a git repository: true\n - Platform: linux\n - Shell: bash\n\nSkills:\n- init\n"
 )
 SUB_NAMES = ["Glob", "Grep", "Read", "WebFetch"]
 NAMES = [
@@ -111,6 +115,7 @@ class Window:
     model: str = "default_model"
     first: str = "Why does the pool test fail?"
     reply_tokens: int = 24
+    folder: str = "/home/ann/pool"
     replies: list[Reply] = field(default_factory=list)
     messages: list[Block] = field(default_factory=list)
 
@@ -196,7 +201,7 @@ class Window:
         """
         self.messages.append({"role": "user", "content": user})
         if len(self.messages) == 1:
-            self.messages.append({"role": "system", "content": ENVIRONMENT})
+            self.messages.append({"role": "system", "content": ENVIRONMENT.format(self.folder)})
         reply = self.post(self.main_body())
         turn = len(self.replies)
         said = [
@@ -218,9 +223,10 @@ class Window:
         Its last message is another one in each request.
         """
         messages = self.messages[: len(self.messages) - without]
+        memory = MEMORY.format(self.folder.replace("/", "-"))
         left = text(f"<total_tokens>{190_000 - 3_217 * len(messages)} tokens left</total_tokens>")
         return self._body(
-            [text(IDENTITY) | EPHEMERAL, text(INSTRUCTIONS) | EPHEMERAL],
+            [text(IDENTITY) | EPHEMERAL, text(INSTRUCTIONS + memory) | EPHEMERAL],
             [tool(name) for name in NAMES],
             [*messages, {"role": "system", "content": [left]}],
         )

@@ -74,22 +74,22 @@ def test_what_is_on_and_how_it_is_turned_off() -> None:
     def on(*chosen: str) -> tuple[str, ...]:
         return Normalisers(make_plugin_manager(), chosen).default
 
-    assert on() == ("vendor-header",)
-    assert on("date", "replay") == ("vendor-header", "date", "replay")
-    assert (on("none"), on("none", "date"), on("vendor-header")) == (
-        (),
-        ("date",),
-        ("vendor-header",),
-    )
+    default = ("vendor-header", "environment")
+    assert on() == default
+    assert on("date", "replay") == (*default, "date", "replay")
+    assert (on("none"), on("none", "date"), on("vendor-header")) == ((), ("date",), default)
     plain = Normalisers(make_plugin_manager(), ["date"])
     assert [plain.chosen(header) for header in (None, "", "none", "replay", " none , replay ")] == [
-        ("vendor-header", "date"),
-        ("vendor-header",),
+        (*default, "date"),
+        default,
         (),
-        ("vendor-header", "replay"),
+        (*default, "replay"),
         ("replay",),
     ]
-    assert [told.partition(":")[0] for told in plain.descriptions()] == ["vendor-header", "date"]
+    assert [told.partition(":")[0] for told in plain.descriptions()] == [
+        *default,
+        "date",
+    ]
 
 
 def test_what_is_on_is_said_at_the_start_in_the_log_and_in_the_explanation(
@@ -340,8 +340,8 @@ def test_any_chat_keeps_its_messages_and_their_roles(chat: list[dict[str, Any]])
 def test_unknown_names_say_which_there_are() -> None:
     with pytest.raises(
         ValueError,
-        match=r"Unknown normaliser dates\. Choose among bookkeeping, date, replay, vendor-header, "
-        r"or",
+        match=r"Unknown normaliser dates\. Choose among bookkeeping, date, environment, replay, "
+        r"vendor-header, or",
     ):
         Normalisers(make_plugin_manager(), ["dates"])
 
@@ -377,7 +377,10 @@ def test_a_name_that_is_not_known_is_the_clients_error(model: Path) -> None:
             "/v1/chat/completions", {"messages": [system("a")]}, headers={"X-Normalise": "dates"}
         )
     assert status == 400
-    assert "Choose among bookkeeping, date, replay, vendor-header" in answer["error"]["message"]
+    assert (
+        "Choose among bookkeeping, date, environment, replay, vendor-header"
+        in answer["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize("blanks", [" ", "\t", ": "])
