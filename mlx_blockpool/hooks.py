@@ -74,23 +74,38 @@ class AttentionAdapter:
     source: str = field(default="", kw_only=True)
 
 
+def _snapshot(cache: Any) -> Any:
+    return cache.prefix_cache_snapshot()
+
+
+def _restore(cache: Any, saved: Any) -> None:
+    cache.prefix_cache_restore(saved)
+
+
 @dataclass(frozen=True)
 class CacheAdapter:
     """How the pool holds what caches of a class hold that mlx-lm does not have: arrays with a row
-    for each token.
+    for each token, or a state, which is resumed where it was saved.
 
-    cls:    the class, one of whose instances the model's `make_cache` returns for a layer.
-    arrays: the arrays of such a cache, [1, heads, tokens, dim]: keys, values, others.
-    write:  the method by which the model appends rows [1, heads, n, dim] of each array; it returns
-            all rows of each.
-    size:   the attribute that counts the tokens.
-    source: the installed plugin that it is from, by name; plugins leave it empty.
+    cls:     the class, one of whose instances the model's `make_cache` returns for a layer.
+    arrays:  the arrays of such a cache, [1, heads, tokens, dim]: keys, values, others; None: it is
+             a state.
+    write:   the method by which the model appends rows [1, heads, n, dim] of each array; it returns
+             all rows of each.
+    size:    the attribute that counts the tokens.
+    save:    save(cache) returns all that a state holds: arrays, numbers and texts in lists, tuples
+             and dicts.
+    restore: restore(cache, saved) puts that into an empty cache, which is a copy of the one that
+             `make_cache` returns.
+    source:  the installed plugin that it is from, by name; plugins leave it empty.
     """
 
     cls: type
-    arrays: Callable[[Any], Sequence[Any]]
+    arrays: Callable[[Any], Sequence[Any]] | None = None
     write: str = "update_and_fetch"
     size: str = "offset"
+    save: Callable[[Any], Any] = field(default=_snapshot, kw_only=True)
+    restore: Callable[[Any, Any], object] = field(default=_restore, kw_only=True)
     source: str = field(default="", kw_only=True)
 
 
@@ -174,8 +189,9 @@ def attention_adapters() -> list[AttentionAdapter]:  # type: ignore[empty-body]
 
 @hookspec
 def cache_adapters() -> list[CacheAdapter]:  # type: ignore[empty-body]
-    """Adapters for cache classes that mlx-lm does not have, so that no spec has to be written.
+    """Adapters for cache classes that no layer kind has, so that no spec has to be written.
 
     The model calls a pooled cache as it calls one of such a class. What an adapter says is proven
-    like a plugin's spec when the model is loaded.
+    like a plugin's spec when the model is loaded. A class with prefix_cache_snapshot() and
+    prefix_cache_restore() is a state without an adapter.
     """

@@ -25,7 +25,16 @@ from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLay
 log = logging.getLogger(__name__)
 
 GROUP = "mlx_blockpool"
-BUNDLED = ("default", "afm7", "gpt_bigcode", "mla", "states", "vision_text", "volatile")
+BUNDLED = (
+    "default",
+    "afm7",
+    "deepseek_v41",
+    "gpt_bigcode",
+    "mla",
+    "states",
+    "vision_text",
+    "volatile",
+)
 PACKAGE = "mlx_blockpool_plugins"
 
 

@@ -193,13 +193,21 @@ class ChunkLayer(FullLayer):
 
 @dataclass(frozen=True)
 class StateLayer:
-    """Arrays that do not grow with the context: (shape, dtype) of each for one sequence."""
+    """Arrays that each step replaces: (shape, dtype) of each for one sequence.
+
+    own:    the adapter of a cache class that mlx-lm does not have, and an empty cache; `arrays`
+            are as many bytes as one has at most, but for those that grow. None: mlx-lm's class.
+    growth: bytes more for each token.
+    """
 
     kind: ClassVar[str] = "state"
     arrays: tuple[tuple[tuple[int, ...], str], ...]
+    own: tuple[Any, Any] | None = field(default=None, kw_only=True, repr=False, compare=False)
+    growth: int = field(default=0, kw_only=True)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of one sequence, without those that grow."""
         return sum(bytes_of(dtype) * math.prod(shape) for shape, dtype in self.arrays)
 
 
@@ -364,10 +372,20 @@ class ModelCacheSpec:
         growing = (
             leaf for leaf in self.leaves if isinstance(leaf, FullLayer) and leaf.max_blocks is None
         )
-        return sum(map(self.bytes_per_token_per_layer, growing))
+        return sum(map(self.bytes_per_token_per_layer, growing)) + self.state_growth
+
+    @cached_property
+    def state_growth(self) -> int:
+        """Bytes by which the states of one sequence grow with each token."""
+        return sum(leaf.growth for leaf in self.leaves if isinstance(leaf, StateLayer))
+
+    def state_bytes(self, tokens: int) -> int:
+        """The states of one sequence of up to `tokens` tokens."""
+        growth = self.state_growth
+        return self.fixed_bytes_per_agent() + growth * BLOCK_TOKENS * blocks_for(tokens)
 
     def fixed_bytes_per_agent(self) -> int:
-        """The state arrays of one sequence."""
+        """The state arrays of one sequence, without what grows."""
         if self.counted is not None:
             return self.counted.state
         return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, StateLayer))
@@ -393,7 +411,7 @@ class ModelCacheSpec:
 
     def bytes_per_agent(self, tokens: int) -> int:
         """What one sequence of `tokens` tokens takes, in whole blocks, nothing shared."""
-        return self.fixed_bytes_per_agent() + sum(
+        return self.state_bytes(tokens) + sum(
             self.blocks(tokens, e) * self.bytes_per_block_per_layer(e) for e in self.leaves
         )
 
@@ -469,12 +487,16 @@ def form_of(dim: int, bits: int | None, group_size: int) -> Form | None:
 
 
 def figures_of(layer: LayerSpec) -> dict[str, Any]:
-    """The fields of a layer in types of JSON; of a layer without further arrays those that it had
-    before there were any, which fingerprints depend on.
+    """The fields of a layer in types of JSON; of a layer without further arrays or growth those
+    that it had before there were any, which fingerprints depend on.
     """
 
     def shown(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: of for name, of in pairs if (name, of) != ("more", ()) and name != "names"}
+        hidden = ("more", ()), ("growth", 0)
+        return {n: of for n, of in pairs if (n, of) not in hidden and n not in ("names", "own")}
+
+    if isinstance(layer, StateLayer):
+        layer = replace(layer, own=None)
 
     return asdict(layer, dict_factory=shown)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_blockpool.errors import PluginError, SpecError, UnknownModelTypeError
 from mlx_blockpool.hooks import CacheAdapter, hookimpl
@@ -28,6 +29,9 @@ from mlx_blockpool.spec import (
 )
 
 from . import shapes
+
+# Tokens after which the bytes of states are compared, and after how many of the next ones.
+MANY, FEW = 2048, 16
 
 
 @hookimpl
@@ -58,12 +62,15 @@ def trace(model: Any, model_id: str) -> ModelCacheSpec:
     Raises SpecError for a cache class that mlx-lm 0.32 does not have.
     """
     caches, adapters = _caches_after_one_token(model), dict[type, CacheAdapter]()
-    if any(type(leaf) not in _kinds() for leaf in _leaves(caches)):
-        adapters = {adapter.cls: adapter for adapter in cache_adapters()}
+    others = {type(leaf) for leaf in _leaves(caches)} - _kinds()
+    if others:
+        adapters = {cls: CacheAdapter(cls, source=_name(cls)) for cls in others if _saves(cls)}
+        adapters |= {adapter.cls: adapter for adapter in cache_adapters()}
+    if any(cls in adapters and adapters[cls].arrays is None for cls in others):
+        return _with_own_states(model, model_id, caches, adapters)
     layers = tuple(_layer(cache, model_id, adapters) for cache in caches)
     dtype = _dtype(caches, adapters) or "float16"
-    sources = {adapters[type(leaf)].source for leaf in _leaves(caches) if type(leaf) in adapters}
-    source = ", ".join(sorted(sources)) or None
+    source = _source(caches, adapters)
     if any(isinstance(leaf, StateLayer) for layer in layers for leaf in leaves_of(layer)):
         # States that grow with the first tokens cannot be rows of one batch (longcat_flash_ngram).
         model(mx.zeros((1, 1), mx.int32), cache=caches)
@@ -108,7 +115,9 @@ def _kinds() -> set[type]:
 def _dtype(caches: list[Any], adapters: Mapping[type, CacheAdapter]) -> str | None:
     for leaf in _leaves(caches):
         adapter = adapters.get(type(leaf))
-        keys = getattr(leaf, "keys", None) if adapter is None else adapter.arrays(leaf)[0]
+        keys = getattr(leaf, "keys", None)
+        if adapter is not None:
+            keys = None if adapter.arrays is None else adapter.arrays(leaf)[0]
         if keys is not None:
             return str(keys.dtype).removeprefix("mlx.core.")
     return None
@@ -140,9 +149,88 @@ def _layer(cache: Any, model_id: str, adapters: Mapping[type, CacheAdapter]) -> 
     )
 
 
+def _source(caches: list[Any], adapters: Mapping[type, CacheAdapter]) -> str | None:
+    sources = {adapters[type(leaf)].source for leaf in _leaves(caches) if type(leaf) in adapters}
+    return ", ".join(sorted(sources)) or None
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"
+
+
+def _saves(cls: type) -> bool:
+    """Return whether a class has the methods of a CacheAdapter's `save` and `restore`."""
+    return hasattr(cls, "prefix_cache_snapshot") and hasattr(cls, "prefix_cache_restore")
+
+
+def _with_own_states(
+    model: Any, model_id: str, caches: list[Any], adapters: Mapping[type, CacheAdapter]
+) -> ModelCacheSpec:
+    """The spec of a model some of whose caches are states of other classes.
+
+    What they take is seen after a few numbers of tokens: up to twice MANY, unevaluated.
+    """
+    from mlx_lm.models import cache as upstream
+
+    tokens, seen = 1, list[tuple[int, list[int]]]()
+    for count in (MANY - 1, *[1] * FEW, MANY - FEW):
+        model(mx.zeros((1, count), mx.int32), cache=caches)
+        tokens += count
+        seen.append((tokens, [_saved_bytes(leaf, adapters, model_id) for leaf in _leaves(caches)]))
+    (_, first), (_, last) = seen[0], seen[-1]
+    growths = [-(-max(0, b - a) // MANY) for a, b in zip(first, last, strict=True)]
+    most = [
+        max(0, *(each[i] - growth * tokens for tokens, each in seen))
+        for i, growth in enumerate(growths)
+    ]
+    empty = _leaves(upstream.make_prompt_cache(model))
+    leaves = iter(zip(_leaves(caches), empty, most, growths, strict=True))
+
+    def layer(cache: Any) -> LayerSpec:
+        if isinstance(cache, upstream.CacheList):
+            return CompositeLayer(tuple(map(layer, cache.caches)))
+        _, own, n_bytes, growth = next(leaves)
+        adapter = adapters.get(type(cache))
+        if adapter is None or adapter.arrays is not None:
+            return _layer(cache, model_id, adapters)
+        return StateLayer((((1, n_bytes), "uint8"),), own=(adapter, own), growth=growth)
+
+    dtype = _dtype(caches, adapters) or "float16"
+    layers = tuple(map(layer, caches))
+    source = _source(caches, adapters)
+    return ModelCacheSpec(model_id, layers, dtype, batches=False, source=source)
+
+
+def _saved_bytes(cache: Any, adapters: Mapping[type, CacheAdapter], model_id: str) -> int:
+    """The bytes of a state as it is saved, with some for its form; 0 for other caches.
+
+    Raises SpecError that names the plugin.
+    """
+    adapter = adapters.get(type(cache))
+    if adapter is None or adapter.arrays is not None:
+        return 0
+    taken = sorted({"sequence", "layer", "fork", "_own"} & {*dir(cache)})
+    try:
+        if taken or not hasattr(cache, "__dict__"):
+            raise TypeError(f"its attributes must have other names than {', '.join(taken)}")
+        held = [value for _, value in tree_flatten(adapter.save(cache))]
+    except Exception as error:
+        # Code from anywhere may raise anything.
+        raise SpecError(_failed(adapter, model_id, error)) from error
+    return 512 + sum(64 + getattr(value, "nbytes", 0) for value in held)
+
+
+def _failed(adapter: CacheAdapter, model_id: str, error: Exception) -> str:
+    return (
+        f"{model_id}: the adapter for {adapter.cls.__name__} of {adapter.source} failed: "
+        f"{type(error).__name__}: {error}."
+    )
+
+
 def _adapted(adapter: CacheAdapter, cache: Any, model_id: str) -> LayerSpec:
     """The layer of a plugin's cache class. Raises SpecError that names the plugin."""
     names = adapter.write, adapter.size
+    assert adapter.arrays is not None, "the adapter of a state"
     try:
         keys, values, *others = adapter.arrays(cache)
         dims = keys.shape[1], keys.shape[3], values.shape[3]
@@ -155,10 +243,7 @@ def _adapted(adapter: CacheAdapter, cache: Any, model_id: str) -> LayerSpec:
         return FullLayer(*dims, more=more, names=names)
     except Exception as error:
         # Code from anywhere may raise anything.
-        raise SpecError(
-            f"{model_id}: the adapter for {adapter.cls.__name__} of {adapter.source} failed: "
-            f"{type(error).__name__}: {error}."
-        ) from error
+        raise SpecError(_failed(adapter, model_id, error)) from error
 
 
 def _dims(cache: Any) -> tuple[int, int, int]:

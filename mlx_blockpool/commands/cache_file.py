@@ -102,7 +102,7 @@ class StoredModel:
                 *(2 * (group.layer.max_blocks or 0) for group in self.spec.groups),
             ]
         )
-        states = 4 * self.spec.fixed_bytes_per_agent()
+        states = 4 * self.spec.state_bytes(tokens)
         pool_bytes = (
             blocks * sum(self.spec.bytes_per_block(group) for group in self.spec.groups) + states
         )

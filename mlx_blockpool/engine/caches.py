@@ -384,6 +384,9 @@ class PooledCaches(Caches):
         )
 
     def ensure_next_blocks(self, batch: Collection[Sequence], tokens: int = 1) -> None:
+        if self.prefix.arena.spec.state_growth:
+            for row in batch:
+                self.prefix.admission.ensure_growth(row.caches or [], row.computed + tokens)
         self.prefix.admission.ensure_next_blocks(
             (sequence.caches or [], sequence.rolled_back + tokens) for sequence in batch
         )

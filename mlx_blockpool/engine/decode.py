@@ -58,7 +58,7 @@ def compute_chunk(model: Any, chunk: Chunk, ragged: bool) -> int:
             row.caches = member_of(layers, i)
     # The state of one row is a copy: not evaluated, it would retain those of all rows.
     states = [state_caches(row.caches or []) for row, _ in chunk if ragged]
-    mx.eval([cache.cache for found in states for cache in found.values()])
+    mx.eval([cache.saved_arrays() for found in states for cache in found.values()])
     return sum(map(len, tokens))
 
 

@@ -21,7 +21,7 @@ from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer, leaves_of
 from .capabilities import Capabilities
 from .decode_policy import DecodePolicy
-from .pool import BlockPool, remedy
+from .pool import UNBOUNDED, BlockPool, remedy
 from .quantised import arrays_of, own_copy
 from .slab import Slab
 
@@ -53,7 +53,9 @@ class KVArena:
         self._running_bytes = 0
         # Bytes that finalizers released and that are not subtracted yet.
         self._returned_states: deque[int] = deque()
-        self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config)
+        growth = spec.state_growth * BLOCK_TOKENS
+        fits = (self.state_bytes - spec.fixed_bytes_per_agent()) // growth if growth else UNBOUNDED
+        self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config, fits * BLOCK_TOKENS)
         self.capabilities = Capabilities()
         self.decode = DecodePolicy(config.decode_path)
         self.steps: dict[int, Any] = {}
@@ -201,7 +203,7 @@ def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> in
 
     Raises PoolExhaustedError if they would not hold those of one sequence.
     """
-    own = spec.fixed_bytes_per_agent()
+    own = spec.state_bytes(1)
     share = (
         max(pool_bytes // 4, min(pool_bytes // 2, config.states * own))
         if spec.groups

@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import KVBits, PoolConfig
-from ..errors import PoolExhaustedError
+from ..errors import PoolExhaustedError, SpecError
 from ..model_files.device import memory_bytes
 from ..plugins import spec_of_model, traced_spec
 from ..ranks.group import ALONE, Ranks, ranks_of
-from ..spec import ModelCacheSpec
+from ..spec import ModelCacheSpec, StateLayer
 from .arena import KVArena
 from .attach import classes_of, detach, is_attached, restore
 from .capabilities import Capabilities
@@ -55,7 +55,10 @@ def describe(
 
     def own_part() -> ModelCacheSpec:
         with without_collectives(model):
-            return with_windows(traced_spec(model, name), model, max_kv_size)
+            spec = traced_spec(model, name)
+        if any(isinstance(leaf, StateLayer) and leaf.own for leaf in spec.leaves):
+            raise SpecError(f"{name}: ranks do not share states of its cache class.")
+        return with_windows(spec, model, max_kv_size)
 
     return agreed(own_part, ranks)
 

@@ -177,8 +177,20 @@ class PooledQuantizedKVCache(PooledKVCache, QuantizedKVCache):  # type: ignore[m
         )
 
 
+class StateCache(SequenceCache):
+    """The cache of a state layer."""
+
+    def saved_arrays(self) -> list[Any]:
+        """What it holds; an array may be missing, and may be changed by the next step."""
+        raise NotImplementedError
+
+    def restore_arrays(self, arrays: list[Any]) -> None:
+        """Hold what saved_arrays() has returned, and nothing else."""
+        raise NotImplementedError
+
+
 @saved_as(ArraysCache)
-class PooledArraysCache(SequenceCache, ArraysCache):  # type: ignore[misc]
+class PooledArraysCache(StateCache, ArraysCache):  # type: ignore[misc]
     """Stands in for ArraysCache: `size` arrays that each step replaces."""
 
     _stock = ArraysCache
@@ -188,6 +200,12 @@ class PooledArraysCache(SequenceCache, ArraysCache):  # type: ignore[misc]
         self.cache: list[Any] = [None] * size
         self.sequence = sequence
         self.layer = layer
+
+    def saved_arrays(self) -> list[Any]:
+        return self.cache
+
+    def restore_arrays(self, arrays: list[Any]) -> None:
+        self.cache = list(arrays)
 
     def __getitem__(self, idx: int) -> Any:
         self.sequence.need_blocks()

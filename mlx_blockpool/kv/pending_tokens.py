@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..spec import ModelCacheSpec, WindowLayer
+from ..spec import ModelCacheSpec, StateLayer, WindowLayer
 from .batch_cache import PooledBatchCache
 from .layer_caches import PooledLayer
 from .other_caches import PooledArraysCache, StateBatch
@@ -27,9 +27,12 @@ from .prompt_cache import batch_of, leaves_of, member_of
 def takes_back(spec: ModelCacheSpec) -> bool:
     """Return whether a sequence of this model can be rolled back.
 
-    A full window cannot take tokens back.
+    A full window cannot take tokens back, nor does a state of a class that mlx-lm does not have.
     """
-    return not any(isinstance(leaf, WindowLayer) for leaf in spec.leaves)
+    return not any(
+        isinstance(leaf, WindowLayer) or (isinstance(leaf, StateLayer) and leaf.own is not None)
+        for leaf in spec.leaves
+    )
 
 
 def padded_forward(model: Any, tokens: Sequence[list[int]], layers: list[Any]) -> mx.array:

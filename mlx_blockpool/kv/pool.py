@@ -45,9 +45,16 @@ class BlockPool:
     """
 
     def __init__(
-        self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None
+        self,
+        spec: ModelCacheSpec,
+        pool_bytes: int,
+        config: PoolConfig | None = None,
+        most_tokens: int = UNBOUNDED * BLOCK_TOKENS,
     ) -> None:
-        """Raises PoolExhaustedError if the pool cannot hold one block of each group."""
+        """most_tokens: that a sequence can have for its states.
+
+        Raises PoolExhaustedError if the pool cannot hold one block of each group.
+        """
         config = config or PoolConfig()
         sizes = [spec.bytes_per_block(group) for group in spec.groups]
         if pool_bytes < sum(sizes):
@@ -58,6 +65,7 @@ class BlockPool:
             raise PoolExhaustedError(len(sizes), 0, 0, spec.model_id, hint)
         self.spec = spec
         self.pool_bytes = pool_bytes
+        self._most_tokens = most_tokens
         self.groups: list[GroupBlocks] = []
         for index, (group, size) in enumerate(zip(spec.groups, sizes, strict=True)):
             slab_blocks = min(pool_bytes // config.slabs // size, config.slab_blocks)
@@ -220,10 +228,10 @@ class BlockPool:
         """The most tokens that one sequence can have in an otherwise empty pool."""
         growing = [g for g in self.groups if g.group.layer.max_blocks is None]
         if not growing and self._bytes_of_sequence(UNBOUNDED) <= self.pool_bytes:
-            return UNBOUNDED * BLOCK_TOKENS
+            return self._most_tokens
         most = self.pool_bytes // min(g.bytes_per_block for g in self.groups)
         fits = bisect_right(range(most + 1), self.pool_bytes, key=self._bytes_of_sequence) - 1
-        return fits * BLOCK_TOKENS
+        return min(fits * BLOCK_TOKENS, self._most_tokens)
 
     def _bytes_of_sequence(self, blocks: int) -> int:
         limits = ((g.bytes_per_block, g.group.layer.max_blocks) for g in self.groups)

@@ -30,8 +30,10 @@ from .other_caches import (
     PooledArraysCache,
     PooledChunkedKVCache,
     PooledQuantizedKVCache,
+    StateCache,
     UnusedKVCache,
 )
+from .own_states import OwnState, own_state
 from .sequence import SequenceBlocks, StandIn
 
 # Of the classes that a pooled cache extends, the most special one first.
@@ -70,6 +72,8 @@ def _pooled(sequence: SequenceBlocks, layer: LayerSpec, leaves: Iterator[int]) -
         return PooledCacheList(*(_pooled(sequence, part, leaves) for part in layer.parts))
     leaf = next(leaves)
     if isinstance(layer, StateLayer):
+        if layer.own is not None:
+            return own_state(sequence, leaf, layer.own)
         return PooledArraysCache(sequence, len(layer.arrays), leaf)
     if leaf not in sequence.arena.places:
         return UnusedKVCache()
@@ -176,6 +180,8 @@ def _as_stock(cache: Any) -> Any:
     if isinstance(cache, PooledLayer) and cache.place.layer.more and cache._stock in _STOCK:
         names = ", ".join(array.name for array in cache.place.layer.more)
         raise ValueError(f"mlx-lm's {cache._stock.__name__} has no place for {names}.")
+    if isinstance(cache, OwnState):
+        return cache.unpooled()
     return KVCache() if isinstance(cache, UnusedKVCache) else type(cache).from_state(cache.state)
 
 
@@ -209,11 +215,9 @@ def tokens_held(caches: Iterable[Any]) -> int:
     )
 
 
-def state_caches(caches: Iterable[Any]) -> dict[int, PooledArraysCache]:
+def state_caches(caches: Iterable[Any]) -> dict[int, StateCache]:
     """The caches of state layers, by their place among the leaves."""
-    return {
-        i: leaf for i, leaf in enumerate(leaves_of(caches)) if isinstance(leaf, PooledArraysCache)
-    }
+    return {i: leaf for i, leaf in enumerate(leaves_of(caches)) if isinstance(leaf, StateCache)}
 
 
 def resumed(
@@ -235,7 +239,7 @@ def resumed(
             cache.set_ring_index(rings[cache.place.group])
     for leaf, state in state_caches(caches).items():
         if states:
-            state.cache = list(states[leaf])
+            state.restore_arrays(list(states[leaf]))
     return caches
 
 
@@ -267,6 +271,9 @@ def take_over(sequence: SequenceBlocks, theirs: list[Any]) -> list[Any]:
             f"These are {len(leaves)} layer caches; {arena.spec.model_id} has {len(ours)}."
         )
     for layer, (mine, their) in enumerate(zip(ours, leaves, strict=True)):
+        if isinstance(mine, OwnState):
+            mine.take(their)
+            continue
         stock = next(cls for cls in _STOCK if isinstance(mine, cls))
         # Next to the padded keys of a batch, the states of its members are pooled ones.
         if type(their) not in (stock, type(mine)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import mlx.core as mx
@@ -22,10 +23,12 @@ from ..spec import (
     ModelCacheSpec,
     StateLayer,
     WindowLayer,
+    blocks_for,
 )
 from .arena import KVArena
 from .attach import detached
 from .layer_caches import PooledRotatingKVCache
+from .own_states import OwnState
 from .prompt_cache import leaves_of, make_prompt_cache, resumed, sequence_of, state_caches
 from .quantised import own_copies
 
@@ -39,6 +42,9 @@ TOO_SMALL = "the pool is too small to prove it"
 # Sums in another order stay far below the first, and one wrong key of a few hundred is far above
 # it. Models in 16 bits round every sum.
 TOLERANCE, COARSE = 1e-5, 1e-2
+# The next tokens after each of which a state of another class is saved and restored: it may hold
+# groups of tokens.
+SAVED_ONCE_EACH = 16
 # The tokens by which a model that can resume anywhere is cut back.
 CUT = 3
 
@@ -87,7 +93,8 @@ def _passed(spec: ModelCacheSpec, own: list[Any], pooled: list[Any]) -> list[int
     """
     sizes = {size for size in sizes_of(*spec.leaves) if size <= MOST_TOKENS}
     for leaf, theirs, mine in zip(spec.leaves, leaves_of(own), leaves_of(pooled), strict=False):
-        is_compared = isinstance(mine, type(theirs))
+        # A state of the model's own class is saved and restored.
+        is_compared = isinstance(mine, type(theirs)) and not isinstance(mine, OwnState)
         most = MOST_TOKENS if is_compared else MOST_UNCOMPARED
         counts = {value for value in vars(theirs).values() if type(value) is int}
         sizes |= {count for count in counts if 1 < count <= most}
@@ -160,17 +167,28 @@ def _difference_alone(
     tokens = _tokens(3, max([2 * BLOCK_TOKENS, *sizes]) + 30, vocabulary)
     places = [7, *range(MOST_AT_ONCE, len(tokens), MOST_AT_ONCE)]
     places += [*(size + d for size in sizes for d in (-1, 3))]
-    parts = [*cut(tokens, places), *([token] for token in _tokens(4, 4, vocabulary))]
+    saves = any(isinstance(leaf, OwnState) for leaf in leaves_of(caches))
+    singles = SAVED_ONCE_EACH if saves else 4
+    parts = [*cut(tokens, places), *([token] for token in _tokens(4, singles, vocabulary))]
     with detached(model):
         needed = run(model, own, parts)
-    found = run(model, caches, parts)
+    found = []
+    for part in parts:
+        found += run(model, caches, [part])
+        if saves:
+            # As a cached prefix is resumed.
+            caches = deepcopy(caches)
     if tolerance is None:
         is_exact = model(mx.zeros((1, 1), mx.int32)).dtype == mx.float32
         tolerance = TOLERANCE if is_exact else COARSE
         different = _difference_held(leaves_of(own), leaves_of(caches))
     else:
         different = None
-    why = _first_beyond(needed, found, parts, tolerance) or different or _uncounted(arena, caches)
+    why = (
+        _first_beyond(needed, found, parts, tolerance)
+        or different
+        or _uncounted(arena, caches, sum(map(len, parts)))
+    )
     if why is not None:
         return why
     whole = [token for part in parts for token in part]
@@ -189,7 +207,7 @@ def _difference_alone(
         for leaf in leaves
         if isinstance(leaf, PooledRotatingKVCache)
     }
-    states = {i: own_copies(leaf.cache) for i, leaf in state_caches(leaves).items()}
+    states = {i: own_copies(leaf.saved_arrays()) for i, leaf in state_caches(leaves).items()}
     continued = resumed(sequence.fork(), hit, rings, states)
     found = run(model, continued, tail)
     why = _first_beyond(needed, found, tail, tolerance, hit)
@@ -266,14 +284,17 @@ def _figures(cache: Any) -> list[Any]:
     ]
 
 
-def _uncounted(arena: KVArena, caches: list[Any]) -> str | None:
-    """The first state layer that takes more bytes than the spec says, which budgets count."""
+def _uncounted(arena: KVArena, caches: list[Any], tokens: int) -> str | None:
+    """The first state layer that takes more bytes after this many tokens than the spec says, which
+    budgets count.
+    """
     for i, cache in state_caches(caches).items():
         leaf = arena.spec.leaves[i]
         assert isinstance(leaf, StateLayer)
-        n_bytes = sum(array.nbytes for array in cache.cache if array is not None)
-        if n_bytes > leaf.nbytes:
-            return f"states of layer cache {i} take {n_bytes} bytes; the spec says {leaf.nbytes}"
+        n_bytes = sum(array.nbytes for array in cache.saved_arrays() if array is not None)
+        most = leaf.nbytes + leaf.growth * BLOCK_TOKENS * blocks_for(tokens)
+        if n_bytes > most:
+            return f"states of layer cache {i} take {n_bytes} bytes; the spec says {most}"
     return None
 
 

@@ -206,7 +206,8 @@ def _leaf_cost(
 ) -> tuple[int, int, int, int, int]:
     """per_token, grows_by, fixed, agent and checkpoint of one leaf."""
     if isinstance(leaf, StateLayer):
-        return 0, 0, leaf.nbytes, leaf.nbytes, leaf.nbytes
+        agent = leaf.nbytes + leaf.growth * tokens
+        return leaf.growth, leaf.growth, leaf.nbytes, agent, agent
     assert isinstance(leaf, FullLayer)
     per_token, per_block = (
         spec.bytes_per_token_per_layer(leaf),

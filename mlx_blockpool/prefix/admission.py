@@ -21,7 +21,7 @@ from ..kv.arena import KVArena
 from ..kv.blocks import BlockTable, by_group
 from ..kv.layer_caches import PooledLayer
 from ..kv.pool import BlockPool
-from ..kv.prompt_cache import blocks_of, leaves_of, take_over
+from ..kv.prompt_cache import blocks_of, leaves_of, sequence_of, take_over
 from ..kv.sequence import SequenceBlocks
 from ..kv.step import missing_blocks
 from ..spec import BLOCK_TOKENS, blocks_for
@@ -174,13 +174,22 @@ class Admission:
             )
             raise PoolExhaustedError(1, 0, 0, "state", f"{figures} Raise --pool-bytes.")
 
+    def ensure_growth(self, caches: list[Any], tokens: int) -> None:
+        """ensure_states() for what the states of a sequence grow by, up to `tokens` tokens."""
+        sequence = sequence_of(caches)
+        assert sequence is not None, "caches of a pool without a sequence"
+        needed = self.arena.spec.state_bytes(tokens)
+        if needed > sequence.state_bytes:
+            self.ensure_states(needed - sequence.state_bytes)
+            sequence.count_states(needed)
+
     def admit(self, sequence: SequenceBlocks, hit: int, prompt: int, total: int) -> None:
         """Reserve blocks for `total` tokens of which `hit` are held; the prompt's blocks are taken
         at once, to be neighbours.
 
         Raises PoolExhaustedError.
         """
-        states = self.arena.spec.fixed_bytes_per_agent()
+        states = self.arena.spec.state_bytes(total)
         self.ensure_states(states)
         sequence.count_states(states)
         one_run = not self.arena.capabilities.ragged

@@ -290,7 +290,7 @@ class PrefixCache:
         # A state is what it is now: it cannot be cut back to where the tokens end.
         places = self.arena.spec.needs_checkpoints and all(offset == count for offset in offsets)
         # Before the path is added: an eviction may remove what the path would continue.
-        fits = places and self._checkpoint_fits(sequence, continues)
+        fits = places and self._checkpoint_fits(sequence, count, continues)
         path = self._insert(_ids(tokens)[:count], sequence, kind, policy)
         ref = self._refs[sequence] = PrefixRef.from_path(path, count, policy.salt)
         node = path[-1]
@@ -300,14 +300,14 @@ class PrefixCache:
         self.index.prune(node)
         return ref
 
-    def _checkpoint_fits(self, sequence: SequenceBlocks, continues: bool) -> bool:
-        """Return whether a checkpoint fits.
+    def _checkpoint_fits(self, sequence: SequenceBlocks, count: int, continues: bool) -> bool:
+        """Return whether a checkpoint after `count` tokens fits.
 
         Where its sequence ends, its states replace those of the sequence.
         """
         if not continues:
             sequence.count_states(0)
-        states = self.arena.spec.fixed_bytes_per_agent()
+        states = self.arena.spec.state_bytes(count)
         if states and not self.admission.evict_states_for(states):
             return False
         return not continues or self.admission.reserve_second_rings(sequence)
@@ -326,7 +326,7 @@ class PrefixCache:
             for leaf in leaves
             if isinstance(leaf, PooledRotatingKVCache)
         }
-        states = {i: own_copies(leaf.cache) for i, leaf in state_caches(leaves).items()}
+        states = {i: own_copies(leaf.saved_arrays()) for i, leaf in state_caches(leaves).items()}
         self.index.add_checkpoint(node, Checkpoint(position, rings, states, kind, policy.owner))
 
     def _insert(

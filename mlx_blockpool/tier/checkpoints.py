@@ -276,11 +276,7 @@ class StoredCheckpoints:
         self.ledger = ledger
         # Bytes that a record may claim at most, whatever its header says.
         whole = parts_of(contents(arena, list(self.rings.sizes), BLOCK_TOKENS))
-        window_bytes = sum(part.nbytes for part in whole)
-        self._max_bytes = {
-            WINDOW: window_bytes,
-            STATE: STATE_SLACK * arena.spec.fixed_bytes_per_agent(),
-        }
+        self._window_bytes = sum(part.nbytes for part in whole)
         # A checkpoint rests once only its last segment is to be written.
         self.queue = WriteQueue[Checkpoint]()
         self._places: dict[Key, tuple[Node, int]] = {}
@@ -385,9 +381,7 @@ class StoredCheckpoints:
         if self.arena.state_leaves:
             spec = self.arena.spec
             since = (position - at) * sum(spec.bytes_per_block(group) for group in spec.groups)
-            return (
-                since < self.store.config.state_ratio * spec.fixed_bytes_per_agent() * BLOCK_TOKENS
-            )
+            return since < self.store.config.state_ratio * spec.state_bytes(position) * BLOCK_TOKENS
         return at >= position // BLOCK_TOKENS * BLOCK_TOKENS > 0
 
     def _add(self, key: Key, node: Node, end: int, cut: int) -> None:
@@ -490,9 +484,10 @@ class StoredCheckpoints:
 
         Larger ones than this model has are bad.
         """
-        expected = Expected(
-            self.store.namespace, key.kind, key.hash, max_bytes=self._max_bytes[key.kind]
-        )
+        most = self._window_bytes
+        if key.kind == STATE:
+            most = STATE_SLACK * self.arena.spec.state_bytes(self._places[key][1])
+        expected = Expected(self.store.namespace, key.kind, key.hash, max_bytes=most)
         return self.store.read(expected, into)
 
     def put_back(
@@ -686,7 +681,10 @@ def states_in(data: RecordData, arena: KVArena) -> dict[int, list[Any]]:
     record = data.record
     leaves = {i: arena.spec.leaves[i] for i in arena.state_leaves}
     found: dict[int, list[Any]] = {
-        i: [None] * len(leaf.arrays) for i, leaf in leaves.items() if isinstance(leaf, StateLayer)
+        # How many arrays a state of another class has is not known before.
+        i: [None] * len(record.parts if leaf.own else leaf.arrays)
+        for i, leaf in leaves.items()
+        if isinstance(leaf, StateLayer)
     }
     for part, view in zip(record.parts, data.views, strict=True):
         try:

@@ -131,7 +131,7 @@ class HeldBlocks:
         )
         first = [len(table) for table in self._tables]
         try:
-            admission.ensure_states(admission.arena.spec.fixed_bytes_per_agent())
+            admission.ensure_states(admission.arena.spec.state_bytes(plan.position))
             admission.reserve([*self._tables, *self._ring_tables], counts)
         except PoolExhaustedError:
             self.release()
@@ -605,7 +605,7 @@ class Restores(NoRestores):
         if node is None or not node.is_in_trie or position in node.residency.checkpoints:
             return
         with suppress(PoolExhaustedError):
-            self.admission.ensure_states(self.arena.spec.fixed_bytes_per_agent())
+            self.admission.ensure_states(self.arena.spec.state_bytes(position))
             rings = self.checkpoints.rings.indices(position, held.rings)
             self.index.add_checkpoint(
                 node, Checkpoint(position, rings, held.states, is_queued=True)

@@ -25,9 +25,6 @@ _PRESENT: dict[str, Callable[[], bool]] = {
     "hf_olmo": lambda: importlib.util.find_spec("hf_olmo") is not None,
 }
 
-# Cache classes of their own, which mlx-lm's prompt cache files and batches do not know either.
-OWN_CACHE = {"deepseek_v41": "LayerCache"}
-
 
 def runs_here(name: str) -> bool:
     """Whether this machine has what the model type needs to run."""

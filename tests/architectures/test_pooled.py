@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from thorough import only
 
-from architectures.configs import CONFIGS, OWN_CACHE, QUICK, RUNNABLE
+from architectures.configs import CONFIGS, QUICK, RUNNABLE
 from architectures.configs_common import wide
 from architectures.pooled import POOL, distance, logits, make_model, prompt, stock
 from architectures.side_by_side import BITS, side_by_side
@@ -89,7 +89,7 @@ def _last(model: Any, caches: list[Any], tokens: list[int]) -> mx.array:
 
 @pytest.mark.parametrize(
     "name",
-    only((name for name in RUNNABLE if name not in OWN_CACHE), *(set(QUICK) - set(OWN_CACHE))),
+    only(RUNNABLE, *QUICK),
 )
 @pytest.mark.parametrize("attached", [False, True])
 def test_logits_are_those_of_stock(name: str, attached: bool) -> None:
@@ -172,9 +172,7 @@ def test_agents_get_what_each_gets_alone_and_turn_two_reuses_turn_one(name: str)
         agents.close()
 
 
-@pytest.mark.parametrize(
-    "name", only((name for name in RUNNABLE if name not in OWN_CACHE), *QUICK_IN_8_BITS)
-)
+@pytest.mark.parametrize("name", only(RUNNABLE, *QUICK_IN_8_BITS))
 def test_agents_in_quantised_blocks_get_what_each_gets_alone(name: str) -> None:
     """As the table says."""
     row = rows_in(in_readme())[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from architectures.configs import CONFIGS, OWN_CACHE, RUNNABLE
+from architectures.configs import CONFIGS, RUNNABLE
 from architectures.configs_common import wide
 from architectures.side_by_side import side_by_side
 from thorough import only
@@ -11,7 +11,6 @@ from thorough import only
 from mlx_blockpool.testing import Subject
 from mlx_blockpool.testing.kit import CHECKS, result_of
 
-TYPES = [name for name in RUNNABLE if name not in OWN_CACHE]
 QUICK = ("gemma3_text", "falcon_h1", "deepseek_v32")
 # One of each kind of layers.
 KINDS = [
@@ -21,7 +20,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("name", only(TYPES, *QUICK))
+@pytest.mark.parametrize("name", only(RUNNABLE, *QUICK))
 def test_a_type_conforms(name: str) -> None:
     subject = Subject(wide(CONFIGS[name]))
     results = [result_of(check, subject) for check in CHECKS]
