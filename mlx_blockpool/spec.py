@@ -198,12 +198,14 @@ class StateLayer:
     own:    the adapter of a cache class that mlx-lm does not have, and an empty cache; `arrays`
             are as many bytes as one has at most, but for those that grow. None: mlx-lm's class.
     growth: bytes more for each token.
+    saved_by: names how such a class is saved, with versions: records of others are not read.
     """
 
     kind: ClassVar[str] = "state"
     arrays: tuple[tuple[tuple[int, ...], str], ...]
     own: tuple[Any, Any] | None = field(default=None, kw_only=True, repr=False, compare=False)
     growth: int = field(default=0, kw_only=True)
+    saved_by: str = field(default="", kw_only=True, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -492,7 +494,7 @@ def figures_of(layer: LayerSpec) -> dict[str, Any]:
     """
 
     def shown(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        hidden = ("more", ()), ("growth", 0)
+        hidden = ("more", ()), ("growth", 0), ("saved_by", "")
         return {n: of for n, of in pairs if (n, of) not in hidden and n not in ("names", "own")}
 
     if isinstance(layer, StateLayer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import mlx.core as mx
@@ -158,6 +159,14 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__name__}"
 
 
+def _version(cls: type) -> str:
+    """The version of a class's package, or an empty text."""
+    try:
+        return version(cls.__module__.partition(".")[0])
+    except PackageNotFoundError:
+        return ""
+
+
 def _saves(cls: type) -> bool:
     """Return whether a class has the methods of a CacheAdapter's `save` and `restore`."""
     return hasattr(cls, "prefix_cache_snapshot") and hasattr(cls, "prefix_cache_restore")
@@ -193,7 +202,9 @@ def _with_own_states(
         adapter = adapters.get(type(cache))
         if adapter is None or adapter.arrays is not None:
             return _layer(cache, model_id, adapters)
-        return StateLayer((((1, n_bytes), "uint8"),), own=(adapter, own), growth=growth)
+        arrays = (((1, n_bytes), "uint8"),)
+        name = f"{_name(type(own))} {_version(type(own))} {adapter.source.partition(' (')[0]}"
+        return StateLayer(arrays, own=(adapter, own), growth=growth, saved_by=name)
 
     dtype = _dtype(caches, adapters) or "float16"
     layers = tuple(map(layer, caches))
