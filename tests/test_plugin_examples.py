@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from mlx_blockpool import hooks, plugins, spec
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.stock import StockCaches
-from mlx_blockpool.hooks import CacheAdapter
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer
 from mlx_blockpool.testing import tiny_model
 
@@ -68,7 +68,10 @@ WRONG_ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "write": lambda adapter: replace(adapter, write="add"),
     "size": lambda adapter: replace(adapter, size="count"),
     "arrays": lambda adapter: replace(adapter, arrays=slopes.few_heads),
+    "save": lambda adapter: replace(adapter, save=lambda cache: [cache.parts, 0]),
+    "restore": lambda adapter: replace(adapter, restore=lambda cache, saved: None),
 }
+ROWS, STATE = (None, "write", "size", "arrays"), (None, "save", "restore")
 
 
 @pytest.fixture
@@ -97,8 +100,7 @@ def opened(model: Any) -> Any:
 
 def test_every_example_is_tried(examples: dict[str, Any]) -> None:
     found = {name: value for name, value in examples.items() if name != "__builtins__"}
-    assert {n for n, v in found.items() if not isinstance(v, CacheAdapter)} == LAYERS.keys()
-    assert len(found) > len(LAYERS)
+    assert found.keys() == {*LAYERS, "rows", "state"}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -117,13 +119,16 @@ def test_the_layer_of_an_example_is_proven(
     assert caches.ragged == is_right
 
 
-@pytest.mark.parametrize("wrong", [None, *WRONG_ADAPTERS])
+@pytest.mark.parametrize(("name", "wrong"), [*product(["rows"], ROWS), *product(["state"], STATE)])
 def test_the_adapters_of_the_examples_are_proven(
-    wrong: str | None, model: Any, examples: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    wrong: str | None,
+    model: Any,
+    examples: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     change = (lambda adapter: adapter) if wrong is None else WRONG_ADAPTERS[wrong]
-    adapters = [change(value) for value in examples.values() if isinstance(value, CacheAdapter)]
-    slopes.install(model, monkeypatch, lambda: adapters)
+    slopes.install(model, monkeypatch, lambda: [change(examples[name])])
     caches = opened(tiny_model(slopes.CONFIG, plugins.make_plugin_manager()))
     assert type(caches) is (PooledCaches if wrong is None else StockCaches)
     assert (caches.capabilities.differs == ()) == (wrong is None)
