@@ -4,6 +4,7 @@ sequences.
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from typing import Any
@@ -58,9 +59,12 @@ def opened(name: str, bits: KVBits | None = None) -> tuple[Any, KVArena]:
 
 def needed(name: str, arena: KVArena, *parts: list[int]) -> mx.array:
     """The last logits of one sequence on mlx-lm's caches, which round as the blocks do."""
-    model = unattached(name, arena.spec.bits)
-    caches = stock_prompt_cache(model)
-    return last_logits(model, rounded(caches, arena.spec) if arena.spec.bits else caches, *parts)
+    return last_logits(unattached(name, arena.spec.bits), stock_caches(name, arena), *parts)
+
+
+def stock_caches(name: str, arena: KVArena) -> list[Any]:
+    caches: list[Any] = stock_prompt_cache(unattached(name, arena.spec.bits))
+    return rounded(caches, arena.spec) if arena.spec.bits else caches
 
 
 def last_logits(model: Any, caches: list[Any], *parts: list[int]) -> mx.array:
@@ -132,8 +136,10 @@ def test_members_read_a_common_prefix_in_several_runs(path: str, bits: KVBits | 
     arena.decode.path = path
     logits = model(mx.array([[7]] * 3), cache=batch)
     assert arena.decode.path_counts == {path: len(model.layers)}
+    stock, read = stock_caches("deepseek_v3", arena), unattached("deepseek_v3", bits)
+    last_logits(read, stock, prefix)
     for tail, own in zip(tails, logits[:, -1], strict=True):
-        expected = needed("deepseek_v3", arena, prefix, tail, [7])
+        expected = last_logits(read, copy.deepcopy(stock), tail, [7])
         assert distance([expected], [own]) < (1e-5 if bits is None else 2e-2)
 
 
@@ -172,10 +178,14 @@ def test_an_indexer_chooses_for_each_member_that_has_more_tokens(
     batch = batch_of(prefilled(model, arena, prompts))
     projected.clear()
     tokens = [[token] for token in prompt(9, 10)]
-    for count, token in enumerate(tokens, 1):
+    read = unattached("deepseek_v32", bits)
+    alone = [stock_caches("deepseek_v32", arena) for _ in prompts]
+    for start, caches in zip(prompts, alone, strict=True):
+        last_logits(read, caches, start)
+    for token in tokens:
         logits = model(mx.array([token] * len(prompts)), cache=batch)
-        for start, own in zip(prompts, logits[:, -1], strict=True):
-            expected = needed("deepseek_v32", arena, start, *tokens[:count])
+        for caches, own in zip(alone, logits[:, -1], strict=True):
+            expected = last_logits(read, caches, token)
             assert distance([expected], [own]) < (1e-5 if bits is None else 5e-2)
     batched = [rows for rows in projected if rows == len(prompts)]
     assert len(batched) == len(tokens) * len(model.layers)
@@ -299,7 +309,8 @@ def test_keys_of_an_indexer_that_chooses_nothing_are_evaluated_in_each_step(memb
 
 def test_five_agents_with_one_prefix_need_a_third_of_stocks_bytes() -> None:
     """Each has 40 tokens after a prefix of 2048."""
-    model, arena = opened("deepseek_v3")
+    model = tiny_model({**CONFIGS["deepseek_v3"], "num_hidden_layers": 1})
+    arena = open_pool(model, POOL)
     (first,) = prefilled(model, arena, [prompt(1, 2048)])
     agents = [[cache.fork() for cache in first] for _ in range(5)]
     del first

@@ -73,6 +73,11 @@ def stock_model(name: str) -> Any:
 
 
 @functools.cache
+def stock_spec(name: str) -> ModelCacheSpec:
+    return describe(stock_model(name))
+
+
+@functools.cache
 def _attached(name: str, rank: int) -> tuple[Any, KVArena]:
     model = new_model(name)
     arena = KVArena(describe(model).with_bits(bits_of(name)), ROOMY)
@@ -89,9 +94,8 @@ def attached(name: str, rank: int = 0) -> tuple[Any, ModelCacheSpec]:
 
 def stock_caches(name: str) -> list[Any]:
     """mlx-lm's own caches of one sequence."""
-    model = stock_model(name)
-    caches: list[Any] = make_prompt_cache(model)
-    return rounded(caches, describe(model).with_bits(bits_of(name)))
+    caches: list[Any] = make_prompt_cache(stock_model(name))
+    return rounded(caches, stock_spec(name).with_bits(bits_of(name)))
 
 
 def open_prefix(name: str, n_bytes: int = ROOMY) -> TieredPrefixCache:

@@ -38,7 +38,9 @@ from mlx_blockpool.spec import FullLayer, LayerSpec, ModelCacheSpec, StateLayer,
 from mlx_blockpool.testing import tiny_model
 
 ROOMY = 60_000_000
-PLAIN = ModelCacheSpec("llama", (FullLayer(2, 16, 16),) * 4, "float32")
+# Each layer more takes as long again.
+ONE_LAYER = {**CONFIGS["llama"], "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+PLAIN = ModelCacheSpec("llama", (FullLayer(2, 16, 16),), "float32")
 Change = Callable[[ModelCacheSpec], Any]
 
 
@@ -68,6 +70,14 @@ def fewer_bytes(layer: LayerSpec) -> LayerSpec:
     )
 
 
+def small(name: str) -> Any:
+    """A tiny model with two layers of those that have all kinds in the first two."""
+    config = CONFIGS[name]
+    if name in ("llama", "gpt_oss"):
+        config = {**config, "num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    return tiny_model(config)
+
+
 WRONG: dict[str, tuple[str, Change, str]] = {
     "heads": (
         "llama",
@@ -95,7 +105,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
 
 def described_by(change: Change, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model which an installed plugin describes, and differently from the bundled one."""
-    model = tiny_model(CONFIGS[name])
+    model = small(name)
     plugin = wrong.Provider(model.args.model_type, change)
     monkeypatch.setattr(plugins, "make_plugin_manager", lambda: manager_with(plugin))
     return model
@@ -127,7 +137,7 @@ def test_a_wrong_spec_gives_the_replies_of_the_models_own_caches(
 def test_a_right_spec_of_a_plugin_is_served_as_the_bundled_one_is(
     name: str, bits: KVBits | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundled = BlockPoolBatchEngine.open(tiny_model(CONFIGS[name]), ROOMY, bits=bits)
+    bundled = BlockPoolBatchEngine.open(small(name), ROOMY, bits=bits)
     model = described_by(lambda spec: spec, name, monkeypatch)
     engine = BlockPoolBatchEngine.open(model, ROOMY, bits=bits)
     assert engine.caches.ragged == bundled.caches.ragged
@@ -173,8 +183,7 @@ class Unnamed(RotatingKVCache):  # type: ignore[misc]
 
 def sliding(size: int, make: Callable[[int], Any] = RotatingKVCache) -> Any:
     """A tiny llama whose own caches have windows."""
-    model = tiny_model(CONFIGS["llama"])
-    assert len(model.layers) == len(PLAIN.layers)
+    model = tiny_model(ONE_LAYER)
     model.make_cache = lambda: [make(size) for _ in model.layers]
     return model
 
@@ -186,7 +195,7 @@ def test_a_window_that_the_models_own_caches_do_not_show_is_passed(
     size: int, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = sliding(1400, Unnamed)
-    spec = replace(PLAIN, layers=(WindowLayer(2, 16, 16, size),) * 4)
+    spec = replace(PLAIN, layers=(WindowLayer(2, 16, 16, size),))
     monkeypatch.setattr(plugins, "make_plugin_manager", lambda: manager_with(Fixed(spec)))
     if is_right:
         assert open_pool(model, ROOMY).capabilities.ragged
@@ -200,7 +209,7 @@ def test_a_window_that_the_models_own_caches_do_not_show_is_passed(
 )
 def test_windows_of_the_models_own_caches_are_not_passed(make: Any, length: int) -> None:
     model = sliding(1400, make)
-    spec = replace(PLAIN, layers=(WindowLayer(2, 16, 16, 1400),) * 4)
+    spec = replace(PLAIN, layers=(WindowLayer(2, 16, 16, 1400),))
     long, _ = long_prompts(model, KVArena(spec, ROOMY), model.make_cache())
     assert len(long) == length
 
@@ -267,7 +276,7 @@ def test_a_pool_too_small_for_a_right_spec_says_what_is_needed(
     assert said is not None
     engine.close()
     engine = BlockPoolBatchEngine.open(model, int(said[1]))
-    bundled = BlockPoolBatchEngine.open(tiny_model(CONFIGS[name]), ROOMY)
+    bundled = BlockPoolBatchEngine.open(small(name), ROOMY)
     assert engine.caches.ragged == bundled.caches.ragged
     assert engine.caches.capabilities.differs == bundled.caches.capabilities.differs
 

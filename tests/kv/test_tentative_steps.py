@@ -152,6 +152,7 @@ def test_rows_have_the_logits_of_single_tokens(name: str) -> None:
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "bits",

@@ -25,7 +25,12 @@ from mlx_blockpool.kv.by_member import attend_by_member
 from mlx_blockpool.mlx_lm_compat import rebind
 from mlx_blockpool.testing import tiny_model
 
-CONFIG = {**CONFIGS["llama"], "head_dim": 32}
+CONFIG = {
+    **CONFIGS["llama"],
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention"] * 2,
+}
 
 
 def is_llama(cls: type) -> bool:
@@ -162,7 +167,7 @@ def test_an_adapter_that_cannot_say_what_it_is_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_pool_too_small_to_prove_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "ROOMY", 1_300_000)
+    monkeypatch.setitem(globals(), "ROOMY", 650_000)
     engine = served(attend_by_member, None, monkeypatch)
     assert "the pool is too small to prove it" in engine.caches.capabilities.differs[0]
     assert replies(engine, [[7, 8, 9]])
