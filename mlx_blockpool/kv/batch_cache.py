@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..mlx_lm_compat import BaseCache
+from ..spec import BLOCK_TOKENS
 from .attention import attend_runs
 from .quantised import KEYS_AND_VALUES, Roles, View, concatenated
 from .sequence import ALL_ALIKE
@@ -199,16 +200,38 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             if chosen[i] is None
         }
         if few:
-            rows = [self.members[i].rows_at(chosen[i]) for i in few]
             read = Roles(len(queries), value).attended(
-                tuple(concatenated(arrays) for arrays in zip(*rows, strict=True))
+                self._rows_at(few, mx.stack([c for c in chosen if c is not None]))
             )
-            own = mx.array(few)
-            found = attend_runs(concatenated([q[own] for q in queries], -1), [read], scale, None)
-            outputs.update({i: found[n : n + 1] for n, i in enumerate(few)})
+            own = concatenated(queries, -1)
+            if len(few) < len(chosen):
+                own = own[mx.array(few)]
+            found = attend_runs(own, [read], scale, None)
             if len(few) == len(chosen):
                 return found
+            outputs.update({i: found[n : n + 1] for n, i in enumerate(few)})
         return concatenated([outputs[i] for i in range(len(chosen))])
+
+    def _rows_at(self, few: list[int], places: mx.array) -> View:
+        """Copies of the rows [members, heads, n, dim] of each array at some positions [members, n],
+        as the model computes them, of a few members.
+        """
+        members, place = [self.members[i] for i in few], self.members[0].place
+        runs = [m.sequence.slab_runs(place.group, m.size()) for m in members]
+        slabs = list({id(slab): slab for own in runs for slab, _, _ in own}.values())
+        if len(slabs) > 1:
+            rows = [m.rows_at(own) for m, own in zip(members, places, strict=True)]
+            return tuple(concatenated(arrays) for arrays in zip(*rows, strict=True))
+        # Where the blocks of each member begin, so that one gather reads all rows of an array.
+        starts = [
+            [start + n for _, start, count in own for n in range(0, count, BLOCK_TOKENS)]
+            for own in runs
+        ]
+        most = max(map(len, starts))
+        table = mx.array([own + [0] * (most - len(own)) for own in starts])
+        begins = mx.take_along_axis(table, places // BLOCK_TOKENS, axis=1)
+        found: View = slabs[0].rows_at(place.index, begins + places % BLOCK_TOKENS)
+        return found
 
     def attend_step(
         self, queries: mx.array, scale: float, sinks: mx.array | None, roles: Roles

@@ -21,6 +21,7 @@ from .quantised import (
     arrays_of,
     as_rows,
     columns,
+    dense,
     each,
     in_form,
     part_of,
@@ -92,6 +93,15 @@ class Slab:
         """Views of tokens [start, start + count) of each array of the group's layer `index`."""
         where = (slice(None), slice(None), slice(start, start + count))
         return tuple([part_of(rows, where) for rows in self.layers[index]])
+
+    def rows_at(self, index: int, places: mx.array) -> View:
+        """Copies of the rows [rows, heads, n, dim] of each array of the group's layer `index` at
+        the tokens `places` [rows, n], as the model computes them.
+        """
+        return tuple(
+            dense(each(lambda held: mx.take(held[0], places, axis=1).swapaxes(0, 1), rows))
+            for rows in self.layers[index]
+        )
 
     def read_attended(
         self,
