@@ -220,6 +220,8 @@ class StoreConfig:
     # A state is written at once if the keys and values since the last one are this many times as
     # large.
     state_ratio: int = 10
+    # Without keys and values it is written at once this many tokens after the last one.
+    state_tokens: int = 1024
     lock_seconds: ClassVar[float] = 1.0  # the longest wait for a transaction of another process
     log_seconds: float = 600.0  # the log repeats a problem of the folder after this time
     hash_threads: ClassVar[int] = 2  # that read the weights of a model

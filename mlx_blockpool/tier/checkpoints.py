@@ -380,6 +380,10 @@ class StoredCheckpoints:
         at = 0 if found is None else found[1]
         if self.arena.state_leaves:
             spec = self.arena.spec
+            if not spec.groups:
+                # States that grow are written each time that they have grown by a quarter.
+                least = max(self.store.config.state_tokens, spec.state_growth and position // 4)
+                return at > 0 and position - at < least
             since = (position - at) * sum(spec.bytes_per_block(group) for group in spec.groups)
             return since < self.store.config.state_ratio * spec.state_bytes(position) * BLOCK_TOKENS
         return at >= position // BLOCK_TOKENS * BLOCK_TOKENS > 0

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kv.test_proof import replies
 from mlx_blockpool_plugins import deepseek_v41, default
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from models import make_model
 from store.stores import open_store
 
@@ -57,6 +57,13 @@ def in_place(**changes: Any) -> Any:
     return model
 
 
+def mixed() -> Any:
+    """A state next to keys and values, and to a window."""
+    model = make_model("llama", num_hidden_layers=3)
+    model.make_cache = lambda: [KVCache(), InPlace(), RotatingKVCache(32)]
+    return model
+
+
 def expected(model: Any, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
     return [
         [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=8)]
@@ -88,7 +95,7 @@ def layer_cache() -> type:
     return type(v41().make_cache()[0])
 
 
-@pytest.mark.parametrize("make", [in_place, v41])
+@pytest.mark.parametrize("make", [in_place, mixed, v41])
 def test_prompts_are_resumed_where_they_were_saved(make: Callable[[], Any]) -> None:
     engine = BlockPoolBatchEngine.open(make(), ROOMY)
     prefix = engine.caches.prefix

@@ -76,6 +76,20 @@ def test_what_was_written_behind_serves_after_a_kill(tmp_path: Path, spec: Model
     assert again.answer([*prompt, 1, 2]) >= (len(prompt) - 90) // 256 * 256
 
 
+def test_states_alone_are_written_before_a_kill_and_seldom(tmp_path: Path) -> None:
+    life = Life(STATED["states alone"], tmp_path)
+    prompt: list[int] = []
+    for turn in range(50):
+        prompt = [*prompt, *text(turn, 90)]
+        life.answer(prompt)
+        life.write()
+        if turn in (0, 49):
+            again = Life(STATED["states alone"], tmp_path)
+            assert len(prompt) - again.answer([*prompt, 1, 2]) < 1024
+    # A state for each 1024 tokens of 4500, each with the tokens of a block that is not whole.
+    assert life.store.counts["written"] - len(prompt) // 256 <= 10
+
+
 def test_a_first_prompt_can_be_resumed_at_once(tmp_path: Path) -> None:
     """No whole block of it has all that the window needs: the piece at its end does not wait."""
     life = Life(SPECS["mixed"], tmp_path)
