@@ -1,28 +1,39 @@
 """What a warm turn costs before its first token is computed: from the request's body to the engine.
 
 A chat of which all but the last 500 tokens or so are known, and the same chat the first time, over
-HTTP. The server's engine refuses each request where it would compute, so that nothing else is
-timed. `python benchmarks/compare.py` runs it for two versions.
+HTTP, to a model of full attention and to one with states, which has checkpoints in its prompts. The
+server's engine refuses each request where it would compute, so that nothing else is timed.
+`--before TREE` also measures the package in another tree, in turns.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 import urllib.error
-import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench_server import Server, make_model
-from measure import options, report
+import mlx.core as mx
+from bench_server import Server
+from bench_sessions_http import KINDS
+from measure import options_parser, report
+from mlx.utils import tree_flatten
 
+from mlx_blockpool.demo import model_path
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.testing import tiny_model
 
 SIZES = (20_000, 100_000, 200_000)
-SOURCE = Path(__file__).resolve().parent.parent / "mlx_blockpool" / "server" / "http.py"
+TURNS = 15
+HERE = Path(__file__).resolve().parent.parent
+SOURCE = HERE / "mlx_blockpool" / "server" / "http.py"
 
 
 def serve() -> None:
@@ -37,13 +48,33 @@ def serve() -> None:
     main(sys.argv[2:])
 
 
+def make_model(folder: Path, kind: str) -> None:
+    """A tiny random model with the demo's tokenizer."""
+    shutil.copytree(model_path(), folder, dirs_exist_ok=True)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = {**KINDS[kind], "model_type": kind, "vocab_size": vocab, "eos_token_id": 2}
+    config |= {"torch_dtype": "float32", "max_position_embeddings": 1 << 20}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(tiny_model(config).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+
+
+def start(tree: Path, model: Path, plugins: Path) -> Server:
+    """A server of the package in `tree`, with its plugins; `plugins`: a new folder for them."""
+    plugins.mkdir()
+    (plugins / "mlx_blockpool_plugins").symlink_to(tree / "plugins")
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(tree), str(plugins)))
+    command = [sys.executable, __file__, "--serve", "serve", "--no-store", "--pool-bytes", "2GB"]
+    return Server(command, model)
+
+
 def chat(tokens: int) -> list[dict[str, str]]:
     """About this many tokens, in turns of 1,500."""
     text = SOURCE.read_text()
     messages = [{"role": "system", "content": "You are a coding agent."}]
     for turn in range(tokens // 1500):
-        start = turn * 997 % 3000
-        messages.append({"role": "user", "content": f"File {turn}:\n{text[start : start + 5000]}"})
+        begin = turn * 997 % 3000
+        messages.append({"role": "user", "content": f"File {turn}:\n{text[begin : begin + 5000]}"})
         messages.append({"role": "assistant", "content": f"I have read file {turn}."})
     return [*messages, {"role": "user", "content": "Which of them opens the socket?"}]
 
@@ -60,35 +91,40 @@ def seconds(server: Server, messages: list[dict[str, str]]) -> float:
     raise AssertionError("the engine has taken a request")
 
 
+def bench(args: Any, case: str, size: int, servers: dict[str, Server]) -> None:
+    messages = chat(size)
+    first = {name: seconds(server, messages) for name, server in servers.items()}
+    known: dict[str, list[float]] = {name: [] for name in servers}
+    for turn in range(5 if args.quick else TURNS):
+        messages += [
+            {"role": "assistant", "content": "The third one."},
+            {"role": "user", "content": f"And {turn}? {SOURCE.read_text()[:1500]}"},
+        ]
+        for name in sorted(servers, reverse=bool(turn % 2)):
+            known[name].append(seconds(servers[name], messages))
+    medians = {name: statistics.median(times) for name, times in known.items()}
+    figures = {f"{name}_first_ms": round(1000 * first[name], 2) for name in servers}
+    figures |= {f"{name}_known_ms": round(1000 * medians[name], 2) for name in servers}
+    if "before" in servers:
+        pairs = zip(known["ours"], known["before"], strict=True)
+        figures["ratio"] = round(statistics.median(ours / before for ours, before in pairs), 4)
+    report(args, "host", case, **figures)
+
+
 def main() -> None:
-    args = options(__doc__ or "")
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
-        config = Path(folder, "config.json")
-        config.write_text(config.read_text().replace("65536", str(1 << 20)))
-        command = [sys.executable, __file__, "--serve", "serve", "--no-store"]
-        server = Server([*command, "--pool-bytes", "2GB"], Path(folder))
-        try:
+    parser = options_parser(__doc__ or "")
+    parser.add_argument("--before", type=Path, help="a tree of another version")
+    args = parser.parse_args()
+    trees = {"ours": HERE} | ({} if args.before is None else {"before": args.before.resolve()})
+    for kind in ("llama", "lfm2"):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            model, servers = Path(folder, "model"), dict[str, Server]()
+            make_model(model, kind)
+            for name, tree in trees.items():
+                servers[name] = start(tree, model, Path(folder, name))
+                stack.callback(servers[name].stop)
             for size in SIZES[:1] if args.quick else SIZES:
-                messages = chat(size)
-                first, known = seconds(server, messages), []
-                for turn in range(5):
-                    messages += [
-                        {"role": "assistant", "content": "The third one."},
-                        {"role": "user", "content": f"And {turn}? {SOURCE.read_text()[:1500]}"},
-                    ]
-                    known.append(seconds(server, messages))
-                known_s = statistics.median(known)
-                report(
-                    args,
-                    "host",
-                    f"{size} tokens",
-                    ours_first_ms=1000 * first,
-                    ours_known_ms=1000 * known_s,
-                    share=known_s / first,
-                )
-        finally:
-            server.stop()
+                bench(args, f"{size} tokens, {kind}", size, servers)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from thorough import tried
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_blockpool.config import PromptConfig
+from mlx_blockpool.demo import model_path
 from mlx_blockpool.server.prompts.encoding import ReusingTokenizer, splitting_tokens
+from mlx_blockpool.server.prompts.job import PromptJob, TokenizerSource
+from mlx_blockpool.server.prompts.renderer import PromptRenderer
 
 ADDED = [
     AddedToken("<|start|>", special=True, normalized=False),
@@ -52,6 +57,12 @@ KINDS = {
         normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()]),
     ),
 }
+KINDS["demo"] = Tokenizer.from_file(f"{model_path()}/tokenizer.json")
+KINDS["demo"].add_tokens(ADDED)
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
 
 
 def reusing(kind: str, **bounds: int) -> ReusingTokenizer:
@@ -87,6 +98,35 @@ def test_texts_that_begin_alike_have_the_tokens_of_whole_texts(
             tokenizer.whole.rfind_think_start(whole, start=last)
         )
         known.append(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@tried(20, 500)
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 9), PARTS, st.booleans(), st.booleans()), min_size=2)
+)
+def test_prompts_and_their_breakpoints_are_those_of_whole_texts(
+    kind: str, turns: list[tuple[int, str, bool, bool]]
+) -> None:
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=KINDS[kind], eos_token="<|end|>", chat_template=TEMPLATE
+    )
+    wrapper, messages = TokenizerWrapper(whole), [{"role": "system", "content": "abc"}]
+    renderer, other = PromptRenderer(wrapper), PromptRenderer(wrapper)
+    other.tokenizer._splitting = {}  # encodes whole texts
+    for place, text, is_marked, is_salted in turns:
+        # Where the chat is as it was up to there, and differs or ends after it.
+        role = "assistant" if len(messages[: place + 1]) % 2 else "user"
+        messages = [*messages[: place + 1], {"role": role, "content": text}]
+        parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
+        sent = [*messages[:-1], {**messages[-1], "content": parts if is_marked else text}]
+        job = PromptJob(TokenizerSource("", {}), "chat", messages=sent)
+        job.is_chat_request, job.salt = True, b"salt" * is_salted
+        found = renderer.render(copy.deepcopy(job))
+        assert list(found.tokens) == whole.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert found == other.render(job)
 
 
 def test_a_beginning_that_ends_before_an_added_token_is_not_encoded() -> None:
