@@ -19,7 +19,7 @@ from ...prefix.trie import common_prefix
 METHODS = ("__call__", "encode", "_encode_plus", "apply_chat_template")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Encoded:
     """A text and its tokens. starts: (character, token) of each added token that splits it."""
 

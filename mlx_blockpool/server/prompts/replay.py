@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import marshal
 import secrets
 from array import array
 from collections import OrderedDict
@@ -92,17 +93,17 @@ class Replay:
 
     def _built(self, so_far: list[Message]) -> tuple[array[int], dict[int, str]]:
         shown: list[Message] = []
-        tokens = array("i")
+        pieces: list[array[int]] = []
         last: Message | None = None
         start = 0  # of the messages after the last reply
         for i, message in enumerate(self._messages, 1):
             if isinstance(message, Replayed):
                 start = i
-                tokens += self._piece(last, shown)
-                tokens += self._without_stop(message.tokens)
+                pieces += self._piece(last, shown), self._without_stop(message.tokens)
                 last = message = self._stand_in(message)
             shown.append(message)
-            self._digest.update(repr(message).replace(self._word, "").encode("utf-8", "replace"))
+            # Version 2 writes equal messages alike, and a text as it is.
+            self._digest.update(marshal.dumps(message, 2).replace(self._word.encode(), b""))
         chats = [(shown, True), (shown, False)]
         if so_far[start:] != self._messages[start:]:
             chats.append(([*shown[:start], *so_far[start:]], False))
@@ -110,6 +111,7 @@ class Replay:
             self._encoded(self._after(last, self._template.text(chat, add_generation_prompt=opens)))
             for chat, opens in chats
         )
+        tokens = array("i", b"".join(pieces))
         ends = [len(tokens) + common_prefix(opened, each) for each in closed]
         return tokens + opened, dict(zip(ends[::-1], ("user", "assistant"), strict=False))
 
