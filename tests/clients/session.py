@@ -37,7 +37,7 @@ QUESTIONS = [
 ]
 # The port of the README, and the one behind it.
 PORT, SERVER_PORT = 8080, 18080
-TURN_SECONDS = 300
+TURN_SECONDS = 600
 
 
 def raise_loopback() -> None:

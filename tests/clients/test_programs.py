@@ -19,6 +19,7 @@ from benchmarks.demo.agent import load_script
 from clients.programs import PROGRAMS, install
 from clients.session import README, settings
 from clients.wire import Exchange
+from clients.writing import TOOLS
 
 TESTS = Path(__file__).parent.parent
 NAMES = list(PROGRAMS)
@@ -105,6 +106,16 @@ def test_codex_compacts_by_an_ordinary_reply(installed: Path, tmp_path: Path) ->
     assert {tuple(asked[:3]) for asked in found["requests"]} == {("POST", "/v1/responses", 200)}
     assert [asks_for_summary for *_, asks_for_summary in found["requests"]][:2] == [True, False]
     assert ANSWERS[0] in found["said"]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_long_file_is_written_without_silence(name: str, installed: Path, tmp_path: Path) -> None:
+    """4,000 tokens at 20 a second: the client waits to the end, and the file is whole."""
+    found = json.loads(run_alone("writing", name, installed, tmp_path))
+    assert [request for request in found["requests"] if request[2] != 200] == []
+    assert (found["status"], found["calls"], found["is_complete"]) == (0, 1, True), found["said"]
+    assert found["longest_gap"] < 1
 
 
 def foreign_files(name: str, home: Path) -> list[str]:

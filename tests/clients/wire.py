@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ class Exchange:
     """A request and its answer.
 
     `cached` of `prompt` tokens were known, where it was about a prompt.
+    arrivals: (time, bytes of the answer so far) of each part.
     """
 
     method: str
@@ -27,6 +29,7 @@ class Exchange:
     answer: str
     cached: int | None = None
     prompt: int | None = None
+    arrivals: Sequence[tuple[float, int]] = ()
 
     @property
     def is_reply(self) -> bool:
@@ -64,7 +67,10 @@ def noted(port: int, target: int) -> Iterator[list[Exchange]]:
             self.send_header("Connection", "close")
             self.end_headers()
             self.close_connection = True
-            answer = b"".join(self._sent(response))
+            answer, arrivals = b"", []
+            for part in self._sent(response):
+                answer += part
+                arrivals.append((time.monotonic(), len(answer)))
             tokens = response.headers.get("X-Cache-Tokens", "").partition("/")
             known = tuple(
                 int(part) if part.isdecimal() else None for part in (tokens[0], tokens[2])
@@ -72,7 +78,9 @@ def noted(port: int, target: int) -> Iterator[list[Exchange]]:
             connection.close()
             texts = body.decode(errors="replace"), answer.decode(errors="replace")
             exchanges.append(
-                Exchange(self.command, self.path, texts[0], response.status, texts[1], *known)
+                Exchange(
+                    self.command, self.path, texts[0], response.status, texts[1], *known, arrivals
+                )
             )
 
         def _sent(self, response: http.client.HTTPResponse) -> Iterator[bytes]:

@@ -25,6 +25,8 @@ from mlx_blockpool.server.api import call_readers
 from mlx_blockpool.server.api.call_readers import READERS, VALUE
 from mlx_blockpool.server.api.call_stream import Call, CallCut, CallPart, CallStream
 from mlx_blockpool.server.api.conversation import arguments_of
+from mlx_blockpool.server.api.reply import ReplyBlocks
+from server.test_anthropic_reply import END, START, events_of, reading, responses
 
 TYPES: dict[str, Any] = {
     "path": {"type": "string"},
@@ -368,15 +370,21 @@ def test_a_literal_that_is_not_json_is_malformed() -> None:
 @pytest.mark.parametrize("parser", PARSERS)
 # Python warns of escapes in malformed literals, with text that workers of pytest cannot send.
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
-@settings(max_examples=many(15, 400), deadline=None)
+@settings(max_examples=many(20, 6200), deadline=None)
 @given(
     st.lists(CALLS, min_size=1, max_size=2),
-    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 6), st.sampled_from(NASTY)), max_size=4),
+    st.lists(
+        st.tuples(
+            st.integers(0, 400), st.integers(0, 6) | st.integers(0, 200), st.sampled_from(NASTY)
+        ),
+        max_size=4,
+    ),
     st.randoms(use_true_random=False),
 )
 def test_no_text_of_malformed_calls_is_lost(
     parser: str, calls: list[tuple[str, Any]], edits: list[Any], draw: random.Random
 ) -> None:
+    """A block is what mlx-lm's parser reads from it, or text; so is one that a limit has cut."""
     text = block(parser, [written(parser, name, given, draw) for name, given in calls])
     for start, size, new in edits:
         text = text[:start] + new + text[start + size :]
@@ -388,6 +396,26 @@ def test_no_text_of_malformed_calls_is_lost(
     else:
         assert text.endswith(rest)
         assert ended or rest == text_of_none == text
+    shown = "" if rest is None else f"{START}{rest}{END}"
+    reply = reply_to(parser, ["Before.", *cut(f"{START}{text}{END}", draw), "After."], "stop")
+    assert (reply.calls, without_space(reply.text)) == (
+        ended,
+        without_space(f"Before.{shown}After."),
+    )
+    reply = reply_to(parser, ["Before.", *cut(f"{START}{text}", draw)], "length")
+    assert reply.calls or without_space(reply.text) == without_space(f"Before.{START}{text}")
+
+
+def reply_to(parser: str, texts: list[str], reason: str) -> ReplyBlocks:
+    """What a client is sent of a streamed reply."""
+    reply = reading(parser=module_of(parser).parse_tool_call, tools=TOOLS, shows_parts=True)
+    events_of(reply, responses(texts, reason))
+    return reply.blocks
+
+
+def without_space(text: str) -> str:
+    """Space next to calls and at the ends of a reply is not shown."""
+    return "".join(text.split())
 
 
 @pytest.mark.parametrize("text", ['{"a": 1', '{"a": "x', "{", '{"a": tr', '{"a": 1, "b": '])
