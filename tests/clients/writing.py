@@ -7,6 +7,7 @@ time without text or a part of a call on the client's connection once the reply 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -119,6 +120,8 @@ def main(name: str, binaries: Path, folder: Path) -> None:
         blockpool_server(session.AGENT, *options) as server,
         noted(session.PORT, server.port) as exchanges,
     ):
+        # As the server's own process does.
+        gc.freeze()
         ran = session.ask(program, binaries, home, work, QUESTION, True, False)
     times = content_times(max(exchanges, key=lambda exchange: len(exchange.arrivals)))
     found = {
@@ -136,6 +139,6 @@ def main(name: str, binaries: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
-    # As the server's own process does: threads of mlx may outlive the interpreter.
+    # As the server's own process does, too: threads of mlx may outlive the interpreter.
     sys.stdout.flush()
     os._exit(0)
