@@ -113,14 +113,10 @@ class OwnState(StateCache):
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return deepcopy, (self.unpooled(),)
-
-    def unpooled(self) -> Any:
-        """A cache of the adapter's class with this content."""
         adapter, empty = self._own
         copy = deepcopy(empty)
         adapter.restore(copy, adapter.save(self))
-        return copy
+        return deepcopy, (copy,)
 
 
 def own_state(sequence: SequenceBlocks, leaf: int, own: tuple[CacheAdapter, Any]) -> OwnState:

@@ -169,7 +169,8 @@ def leaves_of(caches: Iterable[Any]) -> list[Any]:
 def as_stock(caches: Iterable[Any]) -> list[Any]:
     """mlx-lm's own caches with the content of pooled ones, as its prompt-cache files take them.
 
-    Raises ValueError for a layer with further arrays, which they have no place for.
+    Raises ValueError for a layer with further arrays or a state of another class, which they have
+    no place for.
     """
     return [_as_stock(cache) for cache in caches]
 
@@ -181,7 +182,8 @@ def _as_stock(cache: Any) -> Any:
         names = ", ".join(array.name for array in cache.place.layer.more)
         raise ValueError(f"mlx-lm's {cache._stock.__name__} has no place for {names}.")
     if isinstance(cache, OwnState):
-        return cache.unpooled()
+        kind = type(cache).__bases__[1].__name__
+        raise ValueError(f"mlx-lm's prompt-cache files have no place for states of {kind}.")
     return KVCache() if isinstance(cache, UnusedKVCache) else type(cache).from_state(cache.state)
 
 

@@ -204,19 +204,28 @@ def test_copies_and_what_they_are_made_of_do_not_change_each_other() -> None:
     model = in_place()
     arena = allocate(describe(model), ROOMY)
     caches = make_prompt_cache(model, arena)
+    own = model.make_cache()
     model(mx.array([SYSTEM]), cache=caches)
+    model(mx.array([SYSTEM]), cache=own)
     copies = {
         "deepcopy": deepcopy(caches),
-        "mlx-lm's": as_stock(caches),
-        "of those": from_stock(as_stock(caches), arena),
-        "pickled": [pickle.loads(pickle.dumps(cache)) for cache in as_stock(caches)],
+        "taken over": from_stock(own, arena),
+        "unpickled": pickle.loads(pickle.dumps(caches)),
     }
+    assert {type(cache) for cache in copies["unpickled"]} == {InPlace}
     needed = [model(mx.array([[token]]), cache=caches) for token in (5, 6)]
     mx.eval(needed)
     for name, copy in copies.items():
         first = model(mx.array([[5]]), cache=copy)
         assert mx.array_equal(first, needed[0]), name
         assert mx.array_equal(model(mx.array([[6]]), cache=copy), needed[1]), name
+
+
+def test_files_of_mlx_lm_have_no_place_for_them() -> None:
+    model = in_place()
+    caches = make_prompt_cache(model, allocate(describe(model), ROOMY))
+    with pytest.raises(ValueError, match=r"have no place for states of InPlace\."):
+        as_stock(caches)
 
 
 def test_a_cache_of_another_class_does_not_fit() -> None:
