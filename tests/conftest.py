@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,7 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
         leave_out_of_collections()
         fork_prompt_workers_of_servers()
+        find_plugins_once()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -138,6 +141,14 @@ def fork_prompt_workers_of_servers() -> None:
     if workers is not None and workers.FORKS:
         start = workers._start
         workers._start = lambda mode: fork_prompt_workers() if mode == "fork" else start(mode)
+
+
+def find_plugins_once() -> None:
+    """Each of the thousands of models would read the metadata of all installed packages."""
+    plugins = sys.modules.get("mlx_blockpool.plugins")
+    if plugins is not None:
+        found = functools.cache(lambda path, group: entry_points(group=group))
+        plugins.entry_points = lambda group: found(tuple(sys.path), group)
 
 
 @pytest.fixture

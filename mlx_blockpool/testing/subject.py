@@ -72,6 +72,7 @@ class Subject:
         self.model = model
         self.config = in_float32(config)
         self.model_id = type(model).__module__.rpartition(".")[2]
+        self.cold_logits: dict[Any, list[mx.array]] = {}
 
     def describe(self, model: Any, config: dict[str, Any]) -> ModelCacheSpec | None:
         """The provider's spec, or None if it does not describe this model.

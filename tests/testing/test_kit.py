@@ -215,3 +215,14 @@ def test_check_names_are_those_of_the_class() -> None:
 )
 def test_distance_is_in_parts_of_the_largest_finite_logit(found: list[float], gap: float) -> None:
     assert distance([mx.array([1.0, 2.0, float("-inf")])], [mx.array(found)]) == [gap]
+
+
+def test_what_stock_computes_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, made = Subject(LLAMA), []
+    stock = subject.stock
+    monkeypatch.setattr(subject, "stock", lambda *bits: made.append(bits) or stock(*bits))
+    run_check("warm", subject)
+    assert made
+    made.clear()
+    run_check("warm", subject)
+    assert made == []
