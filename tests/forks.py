@@ -121,11 +121,12 @@ class Forks:
         return Program(status, os.fdopen(read))
 
     def run(
-        self, code: str, *arguments: str, folder: Path | None = None
+        self, code: str, *arguments: str, folder: Path | None = None, timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            status = Program(self._fork(code, arguments, folder or self._folder, out, err)).wait(60)
+            program = Program(self._fork(code, arguments, folder or self._folder, out, err))
+            status = program.wait(timeout)
             for file in (out, err):
                 file.seek(0)
             return subprocess.CompletedProcess([code, *arguments], status, out.read(), err.read())

@@ -19,6 +19,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from forks import server_forks
 from models import save_model
 from server.serving import Client, blockpool_server
 
@@ -30,6 +31,15 @@ PROGRAM = f"""#!{sys.executable}
 import json, os, sys
 with open(os.environ["NOTES"], "a") as notes:
     print(json.dumps([sys.argv[1:], dict(os.environ)]), file=notes)
+"""
+# Runs the command in an environment that is its first argument.
+LAUNCH = """
+import json, os, sys
+environment = json.loads(sys.argv.pop(1))
+os.environ.clear()
+os.environ.update(environment)
+from mlx_blockpool.cli import main
+raise SystemExit(main())
 """
 
 
@@ -66,13 +76,8 @@ class Home:
         }
 
     def launch(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "mlx_blockpool.cli", "launch", *arguments],
-            env={**self.environment, **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        given = json.dumps({**self.environment, **environment})
+        return server_forks().run(LAUNCH, given, "launch", *arguments, timeout=600)
 
     def started(self) -> list[tuple[list[str], dict[str, str]]]:
         """The arguments and the environment of each start."""

@@ -20,7 +20,7 @@ SCHEMA = LOOK_UP["input_schema"]
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
 TOOL: Any = {"type": "function", "name": "look_up", "parameters": SCHEMA, "strict": False}
 # Tokens are characters, which cut escapes; only in escapes they are not ASCII.
-WORD = 'é🎉 "a\\b"\n\t\u2028 \x07</tool>' + "x" * 40
+WORD = 'é🎉 "a\\b"\n\t\u2028 \x07</tool>' + "x" * 8
 
 
 class Streamed(NamedTuple):
