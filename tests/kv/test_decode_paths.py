@@ -475,6 +475,7 @@ def test_random_batches_answer_as_stock(
     batch.arena.pool.check()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("streams", "bits"), [(1, None), (2, None), (2, KVBits(8, 8))], ids=str)
 def test_pipelined_steps_move_no_slab(path: str, streams: int, bits: KVBits | None) -> None:

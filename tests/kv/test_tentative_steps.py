@@ -353,6 +353,7 @@ def addresses(arena: KVArena) -> list[int]:
     return [np.asarray(memoryview(array.view(mx.uint8))).ctypes.data for array in arena.arrays()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", PATHS[1:])
 @pytest.mark.parametrize(
     ("name", "bits"), [("llama", None), ("gemma3_text", None), ("gpt_oss", KVBits(8, 4))], ids=str

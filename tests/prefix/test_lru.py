@@ -64,6 +64,7 @@ def talk(known: Any, model: Any, turns: list[list[int]], make: Any) -> tuple[lis
     return tokens, left
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_for_mlx_lms_prompt_cache_gets_the_same_replies(name: str, pooled: bool) -> None:

@@ -47,6 +47,7 @@ SPECS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("length", [1, 99, 100, 255, 256, 257, 300, 301, 512, 700, 1300])
 def test_a_conversation_goes_on_after_a_restart(
