@@ -64,14 +64,16 @@ def settings(heading: str) -> tuple[dict[str, str], list[str], str]:
 
 
 @contextmanager
-def serving(folder: Path, end: signal.Signals = signal.SIGTERM) -> Iterator[None]:
+def serving(
+    folder: Path, end: signal.Signals = signal.SIGTERM, model: Path = AGENT
+) -> Iterator[None]:
     command = [
         sys.executable,
         "-m",
         "mlx_blockpool.cli",
         "serve",
         "--model",
-        str(AGENT),
+        str(model),
         "--port",
         str(SERVER_PORT),
     ]

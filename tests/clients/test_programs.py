@@ -8,6 +8,8 @@ that goes afterwards.
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from benchmarks.demo.agent import load_script
+from clients.kinds import KINDS
 from clients.programs import PROGRAMS, install
 from clients.session import README, settings
 from clients.wire import Exchange
@@ -27,6 +30,15 @@ NAMES = list(PROGRAMS)
 ALONE = ["--net", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # Of the tokens that earlier requests of the conversation have brought.
 KNOWN_SHARE = 0.99
+# Of the prompt of a session in another folder.
+SECOND_SHARE = 0.9
+# What the clients call their tool for commands.
+SHELLS = {
+    "claude-code": "Bash",
+    "codex": "exec_command",
+    "opencode": "bash",
+    "qwen-code": "run_shell_command",
+}
 SETTINGS = ("settings.json", "config.toml", "opencode.json")
 ANSWERS = ["".join(step["answer"]) for step in load_script()["steps"] if "answer" in step]
 
@@ -54,7 +66,8 @@ def run_alone(module: str, name: str, installed: Path, folder: Path, *options: s
     command = [sys.executable, "-m", f"clients.{module}", name, str(binaries), str(folder)]
     ran = subprocess.run(
         ["unshare", *ALONE, *command, *options],
-        cwd=TESTS, capture_output=True, text=True, timeout=1500,
+        cwd=TESTS, env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
@@ -66,6 +79,25 @@ def turns_of(
     run_alone("session", name, installed, folder, *["--launch"] * launches)
     turns: list[dict[str, Any]] = json.loads((folder / "wire.json").read_text())
     return turns
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SHELLS)
+def test_a_second_session(name: str, kind: str, installed: Path, tmp_path: Path) -> None:
+    """Later turns of the first one read what is known, and those after a restart too."""
+    printed = run_alone("second_session", name, installed, tmp_path, kind, SHELLS[name])
+    found = re.findall(r": ([^:]+): (\d+) of (\d+) ", printed)
+    read = {what: (int(cached), int(whole)) for what, cached, whole in found}
+    cached, known = read["known tokens of later turns"]
+    assert cached >= (KNOWN_SHARE if kind == "llama" else 0.97) * known
+    for what in ("second session, another folder", "third session, another folder"):
+        cached, prompt = read[what]
+        assert cached >= SECOND_SHARE * prompt, what
+    computed = {what: prompt - cached for what, (cached, prompt) in read.items()}
+    # With the new message; other architectures than llama resume where a prompt has ended.
+    assert computed["the same session after kill -9"] < 256 + computed["its turn 2"]
+    assert computed["the same session after SIGTERM"] <= computed["its turn 3"] + 1
 
 
 @pytest.mark.timeout(1800)
