@@ -56,7 +56,9 @@ def separate(text: str, directories: Collection[str]) -> tuple[str, list[str]]:
     while start < len(lines):
         line, names_folder = lines[start], _names_folder(lines[start], directories)
         end, paragraph = start + 1, ""
-        if fence := FENCE.match(line):
+        if line.isspace():
+            pass
+        elif fence := FENCE.match(line):
             end = _end(lines, start, fence[1], len(lines)) or len(lines)
         elif GIT_STATUS.match(line) or (names_folder and HEADING.match(line)):
             # A file or the output of a command, which may have headings too.
