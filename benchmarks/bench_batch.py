@@ -3,70 +3,51 @@ padded batch, in one run.
 
 Both run in mlx-lm's own BatchGenerator. The counter proves the path: every attend of every step was
 the ragged one. On a CPU the attention of a batch is divided between cores, mlx-lm's is not; `one
-stream` is ours without that. The cases with a model type are tiny models whose attention is not a
-plain call of mlx-lm's; `by member` is ours without an adapter.
+stream` is ours without that. The cases with a model type are the tests' tiny models whose attention
+is not a plain call of mlx-lm's; `by member` is ours without an adapter. Of them it also measures
+what joining and leaving copies, and the bytes of agents that share a prefix.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
+import statistics
+import sys
 import time
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from measure import interleave, llama, options, report
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
-from mlx_lm.utils import _get_classes
 
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.build import open_pool
 from mlx_blockpool.kv.capabilities import Capabilities
 from mlx_blockpool.kv.decode_policy import default_streams
-from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache
+from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache, sequence_of
+from mlx_blockpool.testing import tiny_model
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from architectures.configs import CONFIGS
 
 MIXED = [500, 600, 1024, 1500, 2048, 300, 4000, 800]
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 131,
-}
-EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
-LATENTS = {
-    "kv_lora_rank": 32,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
-MLA = {**TINY, **EXPERTS, **LATENTS, "num_hidden_layers": 3, "num_key_value_heads": 4}
-SLIDING, FULL = "sliding_attention", "full_attention"
-MODELS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": MLA,
-    "deepseek_v32": {**MLA, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 256},
-    "gemma4_text": {
-        **TINY,
-        "num_hidden_layers": 5,
-        "num_key_value_heads": 2,
-        "sliding_window": 512,
-        "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
-        "num_kv_shared_layers": 2,
-        "global_head_dim": 24,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 131,
-    },
-}
+# The types whose attention is read in place by plugins; their batches were padded before, or run
+# one at a time.
+MODELS = (
+    *("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "kimi_vl"),
+    *("longcat_flash", "mistral4", "bailing_hybrid", "bailing_moe_v3", "kimi_k3", "kimi_linear"),
+    *("gemma3n", "gemma4", "gemma4_text", "gemma2", "iquestloopcoder", "plamo", "plamo2"),
+    *("plamo3", "minimax_m3_vl", "afm7", "gpt_bigcode"),
+)
+BY_MEMBER = ("deepseek_v3", "deepseek_v32")
+# The tokens that agents share, and those that each adds.
+PREFIX, OWN, AGENTS = 4096, 64, 5
 
 
 def filled(caches: list[Any], context: int, heads: int, dim: int) -> list[Any]:
@@ -179,67 +160,154 @@ def bench(
     )
 
 
-class Decoder:
-    """Sequences of a model in one batch, in blocks or as mlx-lm pads them."""
+def config_of(name: str) -> dict[str, Any]:
+    """The tests' tiny model of a type, with longer windows and indexers that choose more tokens."""
+    config = CONFIGS[name]
+    text = config.get("text_config", config)
+    longer = {"sliding_window": 512, "index_topk": 256}
+    wider = {**text, **{key: longer[key] for key in longer if key in text}}
+    return {**config, "text_config": wider} if text is not config else wider
 
-    def __init__(self, name: str, contexts: list[int], pooled: bool, by_member: bool) -> None:
-        config = {"model_type": name, **MODELS[name]}
-        model_class, args_class = _get_classes(dict(config))
-        mx.random.seed(0)
-        self.model = model_class(args_class.from_dict(dict(config)))
-        mx.eval(self.model.parameters())
-        self.pool = open_pool(self.model, 10**8, attach=not by_member) if pooled else None
+
+class Decoder:
+    """Sequences of a model in one batch, in blocks or as mlx-lm pads them. All begin alike.
+
+    agents: the caches of agents on one prefix.
+    """
+
+    def __init__(
+        self, name: str, contexts: list[int], prefix: int, pooled: bool, by_member: bool = False
+    ) -> None:
+        self.model = tiny_model(config_of(name))
+        self.pool = open_pool(self.model, 10**9, attach=not by_member) if pooled else None
         if self.pool is not None and by_member:
             bind(self.model, by_member=True)
             self.pool.capabilities = Capabilities(ragged=True, by_member=True)
         assert self.pool is None or self.pool.capabilities.ragged, f"{name} is not ragged"
-        self.sequences = [self._computed(context) for context in contexts]
+        found = self._computed({*contexts, prefix})
+        self.sequences = [found[context] for context in contexts]
+        self.agents = [deepcopy(found[prefix]) for _ in range(AGENTS)]
 
-    def _computed(self, context: int) -> list[Any]:
+    def _computed(self, contexts: set[int]) -> dict[int, list[Any]]:
+        """A copy of the caches of one sequence at each context."""
         made: list[Any] = (
             stock_prompt_cache(self.model)
             if self.pool is None
             else make_prompt_cache(self.model, self.pool)
         )
-        for start in range(0, context, 512):
-            tokens = mx.random.randint(1, 120, (1, min(512, context - start)))
-            mx.eval(self.model(tokens, cache=made), [c.state for c in made])
-        return made
+        found, start = {}, 0
+        for end in sorted(contexts):
+            for at in range(start, end, 512):
+                self._run(made, mx.arange(at, min(at + 512, end))[None] % 113)
+            found[end], start = deepcopy(made), end
+        return found
 
-    def step_seconds(self, steps: int) -> float:
-        """Seconds of one decode step of the whole batch."""
-        layers = zip(*self.sequences, strict=True)
-        batch = [type(own[0]).merge(list(own)) for own in layers]
+    def _run(self, caches: list[Any], tokens: mx.array) -> None:
+        mx.eval(self.model(tokens, cache=caches), [c.state for c in caches])
+
+    def _batch(self, sequences: list[list[Any]]) -> list[Any]:
+        return [type(own[0]).merge(list(own)) for own in zip(*sequences, strict=True)]
+
+    def step_seconds(self, steps: int) -> tuple[float, float]:
+        """Seconds of one decode step of the whole batch, and its processor time."""
+        sequences = deepcopy(self.sequences)
+        if self.pool is not None:
+            # A fork reads what it shares in another piece.
+            for own in map(sequence_of, sequences):
+                assert own is not None
+                for group in range(len(self.pool.spec.groups)):
+                    own.make_own_run(group)
+        batch = self._batch(sequences)
         token = mx.ones((len(self.sequences), 1), mx.int32)
         for step in range(-3, steps):
             if step == 0:
-                start = time.perf_counter()
+                start = time.perf_counter(), time.process_time()
             following = mx.argmax(self.model(token, cache=batch)[:, -1:], axis=-1)
             mx.async_eval(following)  # type: ignore[no-untyped-call]
             mx.eval(token)
             token = following
         mx.eval(token)
-        return (time.perf_counter() - start) / steps
+        taken = time.perf_counter() - start[0], time.process_time() - start[1]
+        return taken[0] / steps, taken[1] / steps
+
+    def join_bytes(self) -> int:
+        """How far memory rises while a sequence joins the batch of the others and leaves it.
+
+        Blocks stay where they are, and none is copied.
+        """
+        gc.collect()
+        first, *others = deepcopy(self.sequences)
+        batch, late = self._batch(others), self._batch([first])
+        mx.eval([c.state for c in (*batch, *late)])
+        before, active = self._places(), mx.get_active_memory()
+        mx.reset_peak_memory()
+        for cache, own in zip(batch, late, strict=True):
+            cache.extend(own)
+        mx.eval([c.state for c in batch])
+        for cache in batch:
+            cache.filter(list(range(len(others))))
+        mx.eval([c.state for c in batch])
+        # No peak is counted where nothing is allocated.
+        risen = max(0, mx.get_peak_memory() - active)
+        assert self._places() == before, "joining and leaving has copied blocks"
+        return risen
+
+    def _places(self) -> Any:
+        """The addresses of all slabs, and how many blocks were copied."""
+        if self.pool is None:
+            return None
+        slabs = [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in self.pool.arrays()]
+        return slabs, [counts.copied for counts in self.pool.pool.settle()]
+
+    def agents_bytes(self) -> int:
+        """Bytes of the caches of all agents, each with tokens after the prefix that they share."""
+        self.sequences = []
+        gc.collect()
+        for agent, caches in enumerate(self.agents):
+            self._run(caches, mx.arange(OWN)[None] + agent)
+        if self.pool is None:
+            return sum(cache.nbytes for caches in self.agents for cache in caches)
+        states = AGENTS * self.pool.spec.fixed_bytes_per_agent()
+        return states + sum(c.held * c.bytes_per_block for c in self.pool.pool.settle())
 
 
-def bench_model(args: Any, name: str, contexts: list[int], steps: int, rounds: int) -> None:
-    ours, stock = (Decoder(name, contexts, pooled, False) for pooled in (True, False))
+def bench_model(
+    args: Any, name: str, contexts: list[int], prefix: int, steps: int, rounds: int
+) -> None:
+    """Agents share `prefix` tokens, or twice as many if the model has windows."""
+    prefix *= 1 + ("sliding_window" in str(CONFIGS[name]))
+    ours, stock = (Decoder(name, contexts, prefix, pooled) for pooled in (True, False))
     assert ours.pool is not None
-    runs = {"ours": ours, "stock": stock}
-    if "kv_lora_rank" in MODELS[name]:
-        runs["by_member"] = Decoder(name, contexts, True, True)
-    step = interleave(
-        {key: functools.partial(run.step_seconds, steps) for key, run in runs.items()}, rounds
-    )
-    report(
-        args,
-        "batch",
-        f"{name}, mixed lengths",
-        sequences=len(contexts),
-        ratio_step=round(step["stock"] / step["ours"], 2),
-        **{f"{key}_step_ms": round(taken * 1e3, 2) for key, taken in step.items()},
-        path_counts=dict(ours.pool.decode.path_counts),
-    )
+    runs, figures = {"ours": ours, "stock": stock}, dict[str, Any]()
+    if name in BY_MEMBER:
+        runs["by_member"] = Decoder(name, contexts, prefix, True, by_member=True)
+    try:
+        stock.step_seconds(1)
+    except ValueError as error:
+        del runs["stock"]
+        figures["stock_fails"] = str(error)
+    ours.pool.decode.path_counts.clear()
+    readings: dict[str, list[tuple[float, float]]] = {key: [] for key in runs}
+    for turn in range(rounds):
+        for key in sorted(runs, reverse=bool(turn % 2)):
+            readings[key].append(runs[key].step_seconds(steps))
+    step = {
+        key: [statistics.median(all_) for all_ in zip(*own, strict=True)]
+        for key, own in readings.items()
+    }
+    figures["path_counts"] = dict(ours.pool.decode.path_counts)
+    for key, (wall, cpu) in step.items():
+        figures |= {f"{key}_step_ms": round(wall * 1e3, 2), f"{key}_cpu_ms": round(cpu * 1e3, 2)}
+    if "stock" in runs:
+        for place, unit in enumerate(("step", "cpu")):
+            figures[f"ratio_{unit}"] = round(step["stock"][place] / step["ours"][place], 2)
+        figures |= {f"{key}_join_bytes": runs[key].join_bytes() for key in ("ours", "stock")}
+    held = ours.agents_bytes(), stock.agents_bytes()
+    for key, n_bytes in zip(("ours", "stock"), held, strict=True):
+        figures[f"{key}_agents_mb"] = round(n_bytes / 1e6, 2)
+    figures["ratio_agents"] = round(held[1] / held[0], 2)
+    counts = {"sequences": len(contexts), "agents": AGENTS, "prefix": prefix}
+    report(args, "batch", f"{name}, mixed lengths", **counts, **figures)
 
 
 if __name__ == "__main__":
@@ -249,5 +317,6 @@ if __name__ == "__main__":
     bench(args, "mixed lengths", [c // scale for c in MIXED], size, steps, rounds)
     bench(args, "equal lengths", [2000 // scale] * 8, size, steps, rounds)
     bench(args, "a batch of one", [4000 // scale], size, steps, rounds)
-    for name in MODELS:
-        bench_model(args, name, [c // scale for c in MIXED], steps, rounds)
+    models = ("deepseek_v3", "kimi_linear", "gemma4_text") if args.quick else MODELS
+    for name in models:
+        bench_model(args, name, [c // scale for c in MIXED], PREFIX // scale, steps // 2, rounds)

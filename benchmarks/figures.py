@@ -45,6 +45,13 @@ REPLACED = tuple(
     f"a last message that is replaced in each turn, {name}"
     for name in ("llama", "lfm2", "gemma3_text", "gpt_oss")
 )
+LATENTS = (
+    "batch",
+    tuple(
+        f"{name}, mixed lengths"
+        for name in ("deepseek_v3", "kimi_linear", "gemma3n", "gemma4_text")
+    ),
+)
 AIPERF = ("aiperf", ("5 conversations of 4 turns with 300 tokens each",))
 CONTEXTS = (256, 1024, 4096, 16384)
 PREFILLS = tuple(
@@ -178,6 +185,21 @@ ROWS = (
         "{stock_stall_ms:.0f} ms",
         "{ratio_stall:,.0f}x",
         first=True,
+    ),
+    Row(
+        "a step of 8 with contexts 300 to 4,000, tiny deepseek_v3 / kimi_linear / gemma3n / "
+        "gemma4_text (processor time)",
+        *LATENTS,
+        "{ours_cpu_ms:.1f} ms",
+        "{stock_cpu_ms:.1f} ms",
+        "{ratio_cpu:.2f}x",
+    ),
+    Row(
+        "the same: caches of five agents on one prefix of 4,096 tokens, 8,192 of the last two",
+        *LATENTS,
+        "{ours_agents_mb:.1f} MB",
+        "{stock_agents_mb:.1f} MB",
+        "{ratio_agents:.1f}x",
     ),
     Row(
         "attention of 8 sequences on one prefix of 4,096 tokens, float32 / float16",
