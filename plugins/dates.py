@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december|"
 MONTHS += r"(?:jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec)\b\.?"
@@ -38,6 +38,9 @@ LABEL = re.compile(
     r"(?=[ \t]*+[\dadefjmnostw])",
     re.IGNORECASE | re.MULTILINE,
 )
+# Where a label may begin, apart from a text's beginning: trying LABEL at each character takes
+# longer.
+BEGINNING = re.compile(r"\n|[.!?][ \t]")
 # One part of a date, by what it is; `number` is a date in figures.
 PART = re.compile(
     r"[ \t]*+,?+[ \t]*+(?:"
@@ -66,7 +69,9 @@ END = re.compile(r"[ \t]*+[*_]{0,2}(?:[.!][*_]{0,2}(?=[ \t\n]|\Z)|(?=\n|\Z))[ \t
 def statements(text: str) -> Iterator[tuple[int, int]]:
     """The start and the end of each statement, with the blanks or the line's end after it."""
     last = 0
-    for label in islice(LABEL.finditer(text), MOST_LABELS):
+    starts = chain([0], (beginning.end() for beginning in BEGINNING.finditer(text)))
+    labels = (label for start in starts if (label := LABEL.match(text, start)) is not None)
+    for label in islice(labels, MOST_LABELS):
         if label.start() < last:
             # In a remark of the statement before.
             continue

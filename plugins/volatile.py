@@ -20,18 +20,18 @@ from mlx_blockpool.hooks import (
 from .dates import statements
 from .environment import separate, working_directories
 
+# Lines are searched by the end of the line before, which is many times faster than by `^`.
 # A line for the servers of a client's vendor. Claude Code's changes from one conversation to the
 # next.
-VENDOR_HEADER = re.compile(
-    r"^[ \t]*x-anthropic-billing-header[ \t]*:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE
-)
+VENDOR_HEADER = re.compile(r"\n[ \t]*x-anthropic-billing-header[ \t]*:", re.IGNORECASE)
 # Lines of clients' own book-keeping.
 BOOKKEEPING = re.compile(
-    r"^[ \t]*(?:x-anthropic-billing-header|x-request-id|(?:request|session|trace|conversation)[ "
+    r"\n[ \t]*(?:x-anthropic-billing-header|x-request-id|(?:request|session|trace|conversation)[ "
     r"_-]?id|nonce)"
-    r"[ \t]*[:=].*(?:\n|\Z)",
-    re.IGNORECASE | re.MULTILINE,
+    r"[ \t]*[:=]",
+    re.IGNORECASE,
 )
+LINE = re.compile(r"[^\n]*\n|[^\n]+")
 # Characters of a text that are searched at a time; at least a line.
 PIECE = 1 << 16
 # A prompt states a few working directories.
@@ -88,18 +88,21 @@ def drop_vendor_header(messages: Sequence[Message], replies: Replies) -> list[Me
 
 def _without_vendor_header(text: str) -> str:
     # This is on for every request, and most texts have no such line.
-    return _sub(VENDOR_HEADER, text) if "x-anthropic-billing-header" in text.lower() else text
+    return _without(VENDOR_HEADER, text) if "x-anthropic-billing-header" in text.lower() else text
 
 
 def drop_bookkeeping(messages: Sequence[Message], replies: Replies) -> list[Message]:
     return [
-        map_text(m, lambda text: _sub(BOOKKEEPING, text)) if m.get("role") in SYSTEM else m
+        map_text(m, lambda text: _without(BOOKKEEPING, text)) if m.get("role") in SYSTEM else m
         for m in messages
     ]
 
 
-def _sub(lines: re.Pattern[str], text: str) -> str:
-    return "".join(lines.sub("", piece) for piece in _pieces(text))
+def _without(lines: re.Pattern[str], text: str) -> str:
+    """A text without the lines that begin so."""
+    if lines.search(f"\n{text}") is None:
+        return text
+    return "".join(line for line in LINE.findall(text) if lines.match(f"\n{line}") is None)
 
 
 def _pieces(text: str) -> Iterator[str]:
