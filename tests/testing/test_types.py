@@ -22,8 +22,12 @@ KINDS = [
 
 @pytest.mark.parametrize("name", only(RUNNABLE, *QUICK))
 def test_a_type_conforms(name: str) -> None:
-    subject = Subject(wide(CONFIGS[name]))
-    results = [result_of(check, subject) for check in CHECKS]
+    # Larger rows can be quantised, and take twice as long. With small ones plamo3's logits depend
+    # on where a prompt is cut.
+    larger = wide(CONFIGS[name])
+    subject = Subject(larger if name == "plamo3" else CONFIGS[name])
+    others = {"quantised": Subject(larger)}
+    results = [result_of(check, others.get(check, subject)) for check in CHECKS]
     absent = {"wrap"} if not subject.sizes else set()
     # The attention of phi3small does not read quantised blocks.
     if not subject.spec.groups or name == "phi3small":
