@@ -68,10 +68,16 @@ TEMPLATE = (
 def reusing(kind: str, **bounds: int) -> ReusingTokenizer:
     whole = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind], eos_token="<|end|>")
     config = type("Config", (PromptConfig,), bounds)
+    return ReusingTokenizer(thinking(whole), config)
+
+
+def thinking(whole: Any) -> Any:
+    """mlx-lm's wrapper of a tokenizer whose model thinks between two texts."""
     wrapper = TokenizerWrapper(whole)
+    wrapper._think_start, wrapper._think_end = "<think>", "abc de"
     wrapper._think_start_tokens = wrapper.encode("<think>", add_special_tokens=False)
     wrapper._think_end_tokens = wrapper.encode("abc de", add_special_tokens=False)
-    return ReusingTokenizer(wrapper, config)
+    return wrapper
 
 
 PARTS = st.lists(
@@ -111,7 +117,7 @@ def test_prompts_and_their_breakpoints_are_those_of_whole_texts(
     whole = PreTrainedTokenizerFast(
         tokenizer_object=KINDS[kind], eos_token="<|end|>", chat_template=TEMPLATE
     )
-    wrapper, messages = TokenizerWrapper(whole), [{"role": "system", "content": "abc"}]
+    wrapper, messages = thinking(whole), [{"role": "system", "content": "abc"}]
     renderer, other = PromptRenderer(wrapper), PromptRenderer(wrapper)
     other.tokenizer._splitting = {}  # encodes whole texts
     for place, text, is_marked, is_salted in turns:

@@ -61,10 +61,10 @@ class ReusingTokenizer:
         return getattr(self.whole, name)
 
     def apply_chat_template(self, *args: Any, tokenize: bool = True, **options: Any) -> Any:
-        if not (tokenize and self._splitting):
-            return self.whole.apply_chat_template(*args, tokenize=tokenize, **options)
+        if tokenize and not self._splitting:
+            return array("i", self.whole.apply_chat_template(*args, tokenize=True, **options))
         text = self.whole.apply_chat_template(*args, tokenize=False, **options)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def rfind_think_start(self, tokens: array[int], start: int = 0) -> int:
         """Like the tokenizer's method, which looks at one token after the other."""
