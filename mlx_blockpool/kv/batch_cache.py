@@ -158,10 +158,13 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
 
         Raises NotImplementedError for a mask that the caches do not make.
         """
+        prompts = self._prompts
         if mask is not None and getattr(mask, "is_special", not isinstance(mask, str)):
-            raise NotImplementedError("The model has a mask that its caches do not make.")
-        if self._prompts is not None:
-            return self._attend_prompts(queries, self._prompts, scale, sinks)
+            if prompts is None or not isinstance(mask, MemberMasks):
+                raise NotImplementedError("The model has a mask that its caches do not make.")
+            prompts = [(count, own) for (count, _), own in zip(prompts, mask.masks, strict=True)]
+        if prompts is not None:
+            return self._attend_prompts(queries, prompts, scale, sinks)
         return self.attend_step(queries, scale, sinks, KEYS_AND_VALUES)
 
     def attend_parts(
@@ -310,6 +313,9 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         """
         needed = getattr(self.members[0], "max_size", None)
         is_special = window_size is not None and window_size != needed
+        if N == 1 and is_special and needed is not None:
+            # One token sees all of a ring, unless its window is shorter.
+            is_special = window_size < needed
         if N == 1 and not (return_array or is_special):
             return None
         pairs = list(zip(self.members, self.counts(N), strict=True))

@@ -29,8 +29,10 @@ from mlx_blockpool.kv.attention import attend_runs
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.build import attach, describe, open_pool, quantised
 from mlx_blockpool.kv.capabilities import Capabilities
+from mlx_blockpool.kv.pending_tokens import padded_forward
 from mlx_blockpool.kv.probe import copies_slabs
 from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache, member_of, pooled_caches
+from mlx_blockpool.kv.proof import distance, run
 from mlx_blockpool.kv.rounded_caches import rounded
 from mlx_blockpool.mlx_lm_compat import rebind
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
@@ -99,6 +101,25 @@ def test_another_function_of_that_name_reads_blocks_if_it_computes_the_same(
     arena = open_pool(model, 20_000_000)
     assert (arena.capabilities.ragged, arena.capabilities.by_member) == (True, by_member)
     assert mx.array_equal(model(TOKENS), before)
+
+
+def test_a_mask_of_a_longer_window_than_the_caches_have_is_that_of_each_member() -> None:
+    """plamo3 makes the masks of its windows for one more token."""
+    model, own = (tiny_model(ARCHITECTURES["plamo3"]) for _ in range(2))
+    arena = open_pool(model, 60_000_000)
+    assert (arena.capabilities.ragged, arena.capabilities.by_member) == (True, False)
+    prompts = [[3 + (7 * i + n) % 100 for i in range(n)] for n in (90, 43, 41)]
+    batch = batch_of([make_prompt_cache(model, arena) for _ in prompts])
+    parts = [slice(40), slice(40, None)]
+    for part in parts:
+        mx.eval(padded_forward(model, [tokens[part] for tokens in prompts], batch))
+    for token in (7, 9, 3):
+        found = model(mx.array([[token]] * len(prompts)), cache=batch)[:, -1]
+        mx.eval(found)
+    for tokens, logits in zip(prompts, found, strict=True):
+        caches = own.make_cache()
+        needed = run(own, caches, [*(tokens[part] for part in parts), [7], [9], [3]])
+        assert distance(needed[-1:], [logits]) < [1e-5]
 
 
 @pytest.mark.parametrize("bits", [None, KVBits()])
