@@ -22,7 +22,7 @@ from clients.kinds import KINDS
 from clients.programs import PROGRAMS, install
 from clients.session import README, settings
 from clients.wire import Exchange
-from clients.writing import TOOLS
+from clients.writing import RATE, TOOLS
 
 TESTS = Path(__file__).parent.parent
 NAMES = list(PROGRAMS)
@@ -143,11 +143,13 @@ def test_codex_compacts_by_an_ordinary_reply(installed: Path, tmp_path: Path) ->
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_long_file_is_written_without_silence(name: str, installed: Path, tmp_path: Path) -> None:
-    """4,000 tokens at 20 a second: the client waits to the end, and the file is whole."""
+    """4,000 tokens at 20 a second: the client waits to the end, and the file is whole. The tokens
+    without an event take less than a second.
+    """
     found = json.loads(run_alone("writing", name, installed, tmp_path))
     assert [request for request in found["requests"] if request[2] != 200] == []
     assert (found["status"], found["calls"], found["is_complete"]) == (0, 1, True), found["said"]
-    assert found["longest_gap"] < 1
+    assert found["most_tokens"] < RATE
 
 
 def foreign_files(name: str, home: Path) -> list[str]:

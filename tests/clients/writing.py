@@ -1,8 +1,9 @@
 """A client has a file of 4,000 tokens written at 20 tokens a second: python -m clients.writing NAME
 BINARIES FOLDER.
 
-Run in a network namespace, like clients.session. Prints as JSON how the turn ended, and the longest
-time without text or a part of a call on the client's connection once the reply has begun.
+Run in a network namespace, like clients.session. Prints as JSON how the turn ended, and for how
+long and for how many tokens there was no text and no part of a call on the client's connection once
+the reply had begun.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ FIRST = {"claude-code": "-p {} --allowedTools Write"}
 
 class Writer:
     """What the model says, at `RATE` tokens a second: a call that writes the file, and after it an
-    answer.
+    answer. `drawn`: the time of each token.
     """
 
     def __init__(self, name: str, path: Path) -> None:
         self.text, self.calls = "", 0
+        self.drawn: list[float] = []
         self._tool, self._arguments = TOOLS[name]
         self._path = path
 
@@ -59,6 +61,7 @@ class Writer:
             nonlocal due
             due = due + 1 / RATE if due else time.monotonic()
             time.sleep(max(0.0, due - time.monotonic()))
+            self.drawn.append(time.monotonic())
             return mx.array([next(tokens, tokenizer.eos_token_id)])
 
         return replace(START(reply, tokenizer, *rest), sampler=draw, form=None)
@@ -124,6 +127,10 @@ def main(name: str, binaries: Path, folder: Path) -> None:
         gc.freeze()
         ran = session.ask(program, binaries, home, work, QUESTION, True, False)
     times = content_times(max(exchanges, key=lambda exchange: len(exchange.arrivals)))
+    tokens = (
+        bisect_left(writer.drawn, after) - bisect_left(writer.drawn, before)
+        for before, after in pairwise(times)
+    )
     found = {
         "status": ran.returncode,
         "said": ran.stdout + ran.stderr,
@@ -132,6 +139,7 @@ def main(name: str, binaries: Path, folder: Path) -> None:
         "is_complete": path.exists() and path.read_text() == writer.text,
         "events": len(times) - 1,
         "seconds": round(times[-1] - times[0], 1),
+        "most_tokens": max(tokens),
         "longest_gap": round(max(after - before for before, after in pairwise(times)), 3),
     }
     print(json.dumps(found))
