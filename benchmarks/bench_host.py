@@ -61,6 +61,8 @@ def make_model(folder: Path, kind: str) -> None:
 
 def start(tree: Path, model: Path, plugins: Path) -> Server:
     """A server of the package in `tree`, with its plugins; `plugins`: a new folder for them."""
+    # Without it, Python would take the package that is installed.
+    assert (tree / "mlx_blockpool").is_dir(), f"{tree} has no package"
     plugins.mkdir()
     (plugins / "mlx_blockpool_plugins").symlink_to(tree / "plugins")
     os.environ["PYTHONPATH"] = os.pathsep.join((str(tree), str(plugins)))
