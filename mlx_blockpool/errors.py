@@ -191,6 +191,10 @@ class StoreError(BlockpoolError):
     pass
 
 
+class StateError(BlockpoolError):
+    """An adapter of a plugin cannot save or restore a state."""
+
+
 class BadRecordError(StoreError):
     pass
 

@@ -84,15 +84,15 @@ def _restore(cache: Any, saved: Any) -> None:
 
 @dataclass(frozen=True)
 class CacheAdapter:
-    """How the pool holds what caches of a class hold that mlx-lm does not have: arrays with a row
-    for each token, or a state, which is resumed where it was saved.
+    """How the pool holds what the caches of another class than mlx-lm's hold: arrays with a row for
+    each token, or a state, which is resumed where it was saved.
 
     cls:     the class, one of whose instances the model's `make_cache` returns for a layer.
     arrays:  the arrays of such a cache, [1, heads, tokens, dim]: keys, values, others; None: it is
              a state.
     write:   the method by which the model appends rows [1, heads, n, dim] of each array; it returns
              all rows of each.
-    size:    the attribute that counts the tokens.
+    size:    the attribute that counts the tokens. A state has neither.
     save:    save(cache) returns all that a state holds: arrays, numbers and texts in lists, tuples
              and dicts.
     restore: restore(cache, saved) puts that into an empty cache, which is a copy of the one that

@@ -195,10 +195,13 @@ class ChunkLayer(FullLayer):
 class StateLayer:
     """Arrays that each step replaces: (shape, dtype) of each for one sequence.
 
-    own:    the adapter of a cache class that mlx-lm does not have, and an empty cache; `arrays`
-            are as many bytes as one has at most, but for those that grow. None: mlx-lm's class.
-    growth: bytes more for each token.
-    saved_by: names how such a class is saved, with versions: records of others are not read.
+    own:      the adapter of a cache class that mlx-lm does not have, and an empty cache; `arrays`
+              is one array of as many bytes as a state takes besides `growth`. None: mlx-lm's class.
+    growth:   bytes more for each token.
+    saved_by: names how such a class is saved: records of other code are not read. It is needed next
+              to `own`.
+
+    Raises SpecError for `own` without `saved_by`.
     """
 
     kind: ClassVar[str] = "state"
@@ -206,6 +209,10 @@ class StateLayer:
     own: tuple[Any, Any] | None = field(default=None, kw_only=True, repr=False, compare=False)
     growth: int = field(default=0, kw_only=True)
     saved_by: str = field(default="", kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.own is not None and not self.saved_by:
+            raise SpecError("A state of another cache class needs `saved_by`.")
 
     @property
     def nbytes(self) -> int:
@@ -497,10 +504,16 @@ def figures_of(layer: LayerSpec) -> dict[str, Any]:
         hidden = ("more", ()), ("growth", 0), ("saved_by", "")
         return {n: of for n, of in pairs if (n, of) not in hidden and n not in ("names", "own")}
 
-    if isinstance(layer, StateLayer):
-        layer = replace(layer, own=None)
+    layer = _without_own(layer)
 
     return asdict(layer, dict_factory=shown)
+
+
+def _without_own(layer: LayerSpec) -> LayerSpec:
+    """The layer without its adapters and caches, which are not copied well."""
+    if isinstance(layer, CompositeLayer):
+        return CompositeLayer(tuple(map(_without_own, layer.parts)))
+    return replace(layer, own=None) if isinstance(layer, StateLayer) else layer
 
 
 def writes_of(spec: ModelCacheSpec) -> set[str]:

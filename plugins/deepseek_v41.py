@@ -16,7 +16,10 @@ FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate", "off
 def cache_adapters() -> list[CacheAdapter]:
     # No cache has this class before its module is imported.
     module = sys.modules.get("mlx_lm.models.deepseek_v41")
-    return [CacheAdapter(module.LayerCache, save=_save, restore=_restore)] if module else []
+    # One that holds something else is not known.
+    if module is None or vars(module.LayerCache(1)).keys() != {*FIELDS, "window_size"}:
+        return []
+    return [CacheAdapter(module.LayerCache, save=_save, restore=_restore)]
 
 
 def _save(cache: Any) -> list[Any]:

@@ -7,8 +7,11 @@ Parameters stay lazy, so a full-size model costs kilobytes and a tenth of a seco
 from __future__ import annotations
 
 import copy
+import hashlib
+import inspect
+import secrets
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -33,6 +36,8 @@ from . import shapes
 
 # Tokens after which the bytes of states are compared, and after how many of the next ones.
 MANY, FEW = 2048, 16
+# What pooled caches add to a class.
+TAKEN = {"sequence", "layer", "fork", "take", "saved_arrays", "restore_arrays", "_on", "_own"}
 
 
 @hookimpl
@@ -159,12 +164,20 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__name__}"
 
 
-def _version(cls: type) -> str:
-    """The version of a class's package, or an empty text."""
-    try:
-        return version(cls.__module__.partition(".")[0])
-    except PackageNotFoundError:
-        return ""
+def _saved_by(adapter: CacheAdapter) -> str:
+    """Names how an adapter saves a class, by the code of both: what other code has saved may mean
+    something else.
+    """
+    parts: list[Any] = [*adapter.cls.__mro__[:-1], adapter.save, adapter.restore]
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        try:
+            digest.update(Path(inspect.getsourcefile(part) or "").read_bytes())
+        except (OSError, TypeError):
+            # Code without a file: another process may have other code.
+            digest.update(secrets.token_bytes())
+    # The pool's own form of what is saved is the first one.
+    return f"1 {_name(adapter.cls)} {digest.hexdigest()}"
 
 
 def _saves(cls: type) -> bool:
@@ -182,7 +195,8 @@ def _with_own_states(
     from mlx_lm.models import cache as upstream
 
     tokens, seen = 1, list[tuple[int, list[int]]]()
-    for count in (MANY - 1, *[1] * FEW, MANY - FEW):
+    # The last one shows arrays that double.
+    for count in (MANY - 1, *[1] * FEW, MANY - FEW, 1):
         model(mx.zeros((1, count), mx.int32), cache=caches)
         tokens += count
         seen.append((tokens, [_saved_bytes(leaf, adapters, model_id) for leaf in _leaves(caches)]))
@@ -203,8 +217,7 @@ def _with_own_states(
         if adapter is None or adapter.arrays is not None:
             return _layer(cache, model_id, adapters)
         arrays = (((1, n_bytes), "uint8"),)
-        name = f"{_name(type(own))} {_version(type(own))} {adapter.source.partition(' (')[0]}"
-        return StateLayer(arrays, own=(adapter, own), growth=growth, saved_by=name)
+        return StateLayer(arrays, own=(adapter, own), growth=growth, saved_by=_saved_by(adapter))
 
     dtype = _dtype(caches, adapters) or "float16"
     layers = tuple(map(layer, caches))
@@ -220,10 +233,12 @@ def _saved_bytes(cache: Any, adapters: Mapping[type, CacheAdapter], model_id: st
     adapter = adapters.get(type(cache))
     if adapter is None or adapter.arrays is not None:
         return 0
-    taken = sorted({"sequence", "layer", "fork", "_own"} & {*dir(cache)})
+    taken = sorted(TAKEN & {*dir(cache)})
     try:
-        if taken or not hasattr(cache, "__dict__"):
+        if taken:
             raise TypeError(f"its attributes must have other names than {', '.join(taken)}")
+        if not hasattr(cache, "__dict__"):
+            raise TypeError("its instances have no __dict__")
         held = [value for _, value in tree_flatten(adapter.save(cache))]
     except Exception as error:
         # Code from anywhere may raise anything.

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..errors import StateError
 from ..hooks import CacheAdapter
 from ..spec import SAFETENSORS
 from .other_caches import StateCache
@@ -87,15 +88,28 @@ class OwnState(StateCache):
     _own: tuple[CacheAdapter, Any]
 
     def saved_arrays(self) -> list[Any]:
-        return as_arrays(self._own[0].save(self))
+        self.sequence.need_blocks()
+        try:
+            return as_arrays(self._own[0].save(self))
+        except Exception as error:
+            # Code of a plugin may raise anything.
+            raise self._failed("save", error) from error
 
     def restore_arrays(self, arrays: list[Any]) -> None:
         adapter, empty = self._own
         kept = {name: getattr(self, name) for name in ("sequence", "layer", "_own")}
         vars(self).clear()
         vars(self).update(deepcopy(vars(empty)), **kept)
-        if arrays:
+        if not arrays:
+            return
+        try:
             adapter.restore(self, from_arrays(arrays))
+        except Exception as error:
+            raise self._failed("restore", error) from error
+
+    def _failed(self, what: str, error: Exception) -> StateError:
+        name, why = type(self._own[1]).__name__, f"{type(error).__name__}: {error}"
+        return StateError(f"The adapter for {name} does not {what} a state: {why}")
 
     def take(self, cache: Any) -> None:
         """Hold what a cache of the adapter's class holds. Raises ValueError for another."""

@@ -19,6 +19,7 @@ from ..spec import (
     LayerSpec,
     ModelCacheSpec,
     StateLayer,
+    blocks_for,
     figures_of,
     leaves_of,
 )
@@ -206,7 +207,7 @@ def _leaf_cost(
 ) -> tuple[int, int, int, int, int]:
     """per_token, grows_by, fixed, agent and checkpoint of one leaf."""
     if isinstance(leaf, StateLayer):
-        agent = leaf.nbytes + leaf.growth * tokens
+        agent = leaf.nbytes + leaf.growth * BLOCK_TOKENS * blocks_for(tokens)
         return leaf.growth, leaf.growth, leaf.nbytes, agent, agent
     assert isinstance(leaf, FullLayer)
     per_token, per_block = (
@@ -251,5 +252,6 @@ def _layer_dict(layer: LayerSpec) -> dict[str, Any]:
         return {
             "kind": layer.kind,
             "arrays": [{"shape": list(shape), "dtype": dtype} for shape, dtype in layer.arrays],
+            **({"growth": layer.growth} if layer.growth else {}),
         }
     return {"kind": layer.kind, **figures_of(layer)}

@@ -32,10 +32,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..config import PoolConfig
-from ..errors import PoolExhaustedError, RequestTooLargeError
+from ..errors import PoolExhaustedError, RequestTooLargeError, StateError
 from ..kv.arena import KVArena
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
-from ..kv.prompt_cache import leaves_of, resumed, sequence_of, state_caches
+from ..kv.prompt_cache import leaves_of, resumed, sequence_of, state_caches, tokens_held
 from ..kv.quantised import own_copies
 from ..kv.sequence import SequenceBlocks
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
@@ -148,6 +148,11 @@ class PrefixCache:
             # A window that resumes needs two rings; from the first token on it needs one.
             caches = lay_out(self.admission, match, 0, None, len(tokens), total)
             lookup = Lookup(len(tokens), match.tokens, 0, "no room")
+        except StateError as error:
+            assert checkpoint is not None, "a state without a checkpoint"
+            log.warning("%s. What it holds is computed again.", error)
+            self.index.remove_checkpoint(checkpoint)
+            return self.acquire_resident(tokens, max_tokens, at_most, salt)
         else:
             lookup = explain(self.index, tokens, match, hit, salt)
             if checkpoint is not None:
@@ -289,6 +294,7 @@ class PrefixCache:
             return PrefixRef()
         # A state is what it is now: it cannot be cut back to where the tokens end.
         places = self.arena.spec.needs_checkpoints and all(offset == count for offset in offsets)
+        places = places and tokens_held(leaves) <= count
         # Before the path is added: an eviction may remove what the path would continue.
         fits = places and self._checkpoint_fits(sequence, count, continues)
         path = self._insert(_ids(tokens)[:count], sequence, kind, policy)
@@ -326,8 +332,23 @@ class PrefixCache:
             for leaf in leaves
             if isinstance(leaf, PooledRotatingKVCache)
         }
-        states = {i: own_copies(leaf.saved_arrays()) for i, leaf in state_caches(leaves).items()}
-        self.index.add_checkpoint(node, Checkpoint(position, rings, states, kind, policy.owner))
+        try:
+            states = {
+                i: own_copies(leaf.saved_arrays()) for i, leaf in state_caches(leaves).items()
+            }
+        except StateError as error:
+            log.warning("%s. The prompt is not resumed there.", error)
+            self.num_skipped += 1
+            return
+        checkpoint = Checkpoint(position, rings, states, kind, policy.owner)
+        # States of other classes may take more than was seen when the model was loaded.
+        if (
+            checkpoint.nbytes > self.arena.spec.state_bytes(position)
+            and not self.admission.evict_states_for(checkpoint.nbytes)
+        ):  # fmt: skip
+            self.num_skipped += 1
+            return
+        self.index.add_checkpoint(node, checkpoint)
 
     def _insert(
         self, tokens: Tokens[int], sequence: SequenceBlocks, kind: str, policy: RetentionPolicy
@@ -665,7 +686,7 @@ def lay_out(
 ) -> list[Any]:
     """Caches that hold `hit` tokens of a match, with blocks for `total`.
 
-    Raises PoolExhaustedError and holds nothing then.
+    Raises PoolExhaustedError, or StateError for a checkpoint, and holds nothing then.
     """
     sequence = SequenceBlocks(admission.arena)
     try:
@@ -680,7 +701,11 @@ def lay_out(
         group: hit if hit < checkpoint.position else index
         for group, (_, index) in checkpoint.rings.items()
     }
-    return resumed(sequence, hit, rings, checkpoint.states)
+    try:
+        return resumed(sequence, hit, rings, checkpoint.states)
+    except StateError:
+        sequence.release()
+        raise
 
 
 def _append_shared(

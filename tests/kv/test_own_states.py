@@ -5,11 +5,13 @@ and stored, and wrong adapters are caught.
 from __future__ import annotations
 
 import functools
+import importlib
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import pytest
@@ -17,7 +19,7 @@ from architectures.configs import CONFIGS
 from hypothesis import given
 from hypothesis import strategies as st
 from kv.test_proof import replies
-from mlx_blockpool_plugins import deepseek_v41, default
+from mlx_blockpool_plugins import deepseek_v41
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from models import make_model
@@ -29,7 +31,7 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.opening import wrap
 from mlx_blockpool.engine.request import Failed, Request
 from mlx_blockpool.engine.stock import StockCaches
-from mlx_blockpool.errors import RequestTooLargeError
+from mlx_blockpool.errors import RequestTooLargeError, SpecError
 from mlx_blockpool.hooks import CacheAdapter, hookimpl
 from mlx_blockpool.kv.build import allocate, describe, open_served
 from mlx_blockpool.kv.own_states import as_arrays, from_arrays
@@ -117,7 +119,7 @@ def test_a_class_with_the_two_methods_is_proven_and_named() -> None:
     assert spec.source == f"{__name__}.InPlace"
     assert {type(layer) for layer in spec.layers} == {StateLayer}
     # Keys and values of 2 heads of 16 floats, with a few for those that are not written yet.
-    assert all(256 <= layer.growth < 260 for layer in spec.layers if isinstance(layer, StateLayer))
+    assert all(256 <= layer.growth < 300 for layer in spec.layers if isinstance(layer, StateLayer))
     assert spec.fingerprint() == describe(in_place()).fingerprint()
     assert spec.fingerprint() != describe(in_place(num_hidden_layers=1)).fingerprint()
 
@@ -199,11 +201,89 @@ def test_a_right_adapter_of_an_installed_plugin_is_proven(monkeypatch: pytest.Mo
     assert replies(engine, PROMPTS) == expected_of_v41()
 
 
-def test_records_of_another_version_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = describe(v41())
-    monkeypatch.setattr(default, "version", lambda package: "99.0")
-    after = describe(v41())
-    assert after.fingerprint() != before.fingerprint()
+def test_records_of_other_code_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "some_cache.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = "from kv.test_own_states import InPlace\nclass Other(InPlace): pass\n"
+    found = []
+    for text in (code, code, f"{code}# Saves something else.\n"):
+        file.write_text(text)
+        sys.modules.pop("some_cache", None)
+        model = in_place()
+        other = importlib.import_module("some_cache").Other
+        model.make_cache = lambda model=model, other=other: [other() for _ in model.layers]
+        found.append(describe(model).fingerprint())
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_state_without_a_name_of_its_code_is_refused() -> None:
+    with pytest.raises(SpecError, match="saved_by"):
+        StateLayer((), own=(CacheAdapter(InPlace), InPlace()))
+
+
+class Moody(InPlace):
+    """Fails at some of its calls. fails: the names of those."""
+
+    fails: ClassVar[set[str]] = set()
+
+    def prefix_cache_snapshot(self) -> dict[str, Any]:
+        if "save" in self.fails:
+            raise ZeroDivisionError("by nothing")
+        return super().prefix_cache_snapshot()
+
+    def prefix_cache_restore(self, saved: dict[str, Any]) -> None:
+        if "restore" in self.fails:
+            raise ZeroDivisionError("by nothing")
+        super().prefix_cache_restore(saved)
+
+
+@pytest.mark.parametrize("fails", ["save", "restore"])
+def test_a_state_that_fails_later_is_computed_again_and_harms_no_request(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = in_place()
+    model.make_cache = lambda: [Moody() for _ in model.layers]
+    engine = BlockPoolBatchEngine.open(model, ROOMY)
+    prefix = engine.caches.prefix
+    assert replies(engine, PROMPTS[:3]) == expected(in_place(), PROMPTS[:3])
+    hits = prefix.num_hit_tokens
+    monkeypatch.setattr(Moody, "fails", {fails})
+    later = [[*SYSTEM, 7, 8, 9, 1], [5, 6, 7], [*SYSTEM, 44]]
+    assert replies(engine, later) == expected(in_place(), later)
+    assert f"does not {fails} a state: ZeroDivisionError" in caplog.text
+    assert (prefix.num_hit_tokens == hits) == (fails == "restore")
+    prefix.check()
+    assert prefix.arena.running_bytes == 0
+
+
+def test_caches_that_hold_more_than_the_tokens_are_not_resumed() -> None:
+    model = in_place()
+    caches = wrap(allocate(describe(model), ROOMY))
+    acquired = caches.prefix.acquire(SYSTEM, 10)
+    model(mx.array([[*SYSTEM, 5, 6]]), cache=acquired.caches)
+    caches.prefix.release(SYSTEM, acquired.caches)
+    assert caches.prefix.acquire([*SYSTEM, 8], 10).lookup.hit == 0
+
+
+class Doubling(InPlace):
+    """Has memory for up to twice the tokens."""
+
+    def prefix_cache_snapshot(self) -> dict[str, Any]:
+        room = 1 << max(self.offset - 1, 1).bit_length()
+        keys, values = (array[:, :, : self.offset] for array in (self.keys, self.values))
+        spare = mx.zeros((room - self.offset, 2, 2, 16))
+        return {"held": (keys, values), "offset": self.offset, "spare": spare}
+
+
+def test_memory_that_doubles_is_counted() -> None:
+    model = in_place()
+    model.make_cache = lambda: [Doubling() for _ in model.layers]
+    spec = describe(model)
+    for tokens in (1, 100, 300, 1025, 4097, 8193, 16385):
+        room = 1 << max(tokens - 1, 1).bit_length()
+        assert spec.state_bytes(tokens) >= 2 * 256 * room, tokens
 
 
 def test_copies_and_what_they_are_made_of_do_not_change_each_other() -> None:

@@ -15,7 +15,7 @@ from prefix.computed import keys_of, text
 from prefix.lives import STATED, Life
 from store.disks import BrokenDisk, QuickDisk, WatchedDisk
 from thorough import seeds
-from tier.lives import record_files
+from tier.lives import record_files, wanted
 
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, TokenArray, WindowLayer
@@ -89,6 +89,24 @@ def test_states_alone_are_written_before_a_kill_and_seldom(tmp_path: Path) -> No
             assert len(prompt) - again.answer([*prompt, 1, 2]) < 1024
     # A state for each 1024 tokens of 4500, each with the tokens of a block that is not whole.
     assert life.store.counts["written"] - len(prompt) // 256 <= 10
+
+
+def test_a_state_that_is_forgotten_before_it_is_read_is_a_miss(tmp_path: Path) -> None:
+    life = Life(STATED["hybrid"], tmp_path)
+    prompt = text(1, 700)
+    life.answer(prompt)
+    assert life.prefix.close()
+    again = Life(STATED["hybrid"], tmp_path)
+    plan = wanted(again, prompt)
+    assert plan.node is not None
+    job = again.stored.restores.begin(plan)
+    for key in again.stored.checkpoints.keys(plan.node, plan.position):
+        again.store.gone(key)
+        again.stored.checkpoints.forget(key)
+        again.stored.checkpoints.read(key)
+    while not job.advance():
+        pass
+    again.check()
 
 
 def test_a_first_prompt_can_be_resumed_at_once(tmp_path: Path) -> None:
