@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, takewhile
 
 from mlx_blockpool.hooks import (
@@ -36,6 +36,8 @@ LINE = re.compile(r"[^\n]*\n|[^\n]+")
 PIECE = 1 << 16
 # A prompt states a few working directories.
 MOST_DIRECTORIES = 16
+# A chat whose system messages have more stays as it is, because other threads wait.
+MOST_CHARACTERS, MOST_LINES = 1 << 17, 1 << 12
 
 
 @hookimpl
@@ -132,7 +134,7 @@ def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
 
     changed = [map_text(m, take) if m.get("role") in SYSTEM else m for m in messages]
     # The first user message stays at its place, and so does everything after it.
-    first = next((i for i, m in enumerate(changed) if m.get("role") == "user"), None)
+    first = _first_user(changed)
     if not moved or first is None:
         return list(messages)
     changed[first] = _put_before("\n".join(moved) + "\n\n", changed[first])
@@ -140,7 +142,7 @@ def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
 
 
 def move_environment(messages: Sequence[Message], replies: Replies) -> list[Message]:
-    first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
+    first = _first_user(messages)
     if first is None:
         return list(messages)
     # Claude Code sends its environment after the first user message.
@@ -148,21 +150,52 @@ def move_environment(messages: Sequence[Message], replies: Replies) -> list[Mess
         lambda message: message.get("role") in SYSTEM and any(_directories(message)),
         messages[first + 1 :],
     )
-    seen = [*messages[:first], *later, messages[first]]
-    directories = set(islice((found for m in seen for found in _directories(m)), MOST_DIRECTORIES))
+    seen = [*messages[:first], *islice(later, MOST_DIRECTORIES)]
+    texts = [text_of(m, "\n") for m in seen if m.get("role") in SYSTEM]
+    if (
+        sum(map(len, texts)) > MOST_CHARACTERS
+        or sum(text.count("\n") for text in texts) > MOST_LINES
+    ):
+        return list(messages)
+    stating = (found for m in (*seen, messages[first]) for found in _directories(m))
+    directories = set(islice(stating, MOST_DIRECTORIES))
+    changed: list[Message] = []
     moved: list[str] = []
+    for message in seen:
+        left, paragraphs = _separated(message, directories)
+        if len(changed) >= first and not paragraphs:
+            break
+        changed.append(left)
+        moved += paragraphs
+    if not moved:
+        return list(messages)
+    user = _put_before("\n\n".join(moved) + "\n\n", messages[first])
+    return [*changed, user, *messages[len(changed) + 1 :]]
+
+
+def _separated(message: Message, directories: Collection[str]) -> tuple[Message, list[str]]:
+    """A message without what it says of the environment if it is the system's, and that."""
+    moved: list[str] = []
+    if not directories or message.get("role") not in SYSTEM:
+        return message, moved
+    states_directory = any(_directories(message))
 
     def take(text: str) -> str:
-        left, paragraphs = separate(text, directories)
+        left, paragraphs = separate(text, directories, states_directory)
         moved.extend(paragraphs)
         return left
 
-    system = seen[:-1] if directories else []
-    changed = [map_text(m, take) if m.get("role") in SYSTEM else m for m in system]
-    if not moved:
-        return list(messages)
-    user = _put_before("\n\n".join(moved) + "\n\n", seen[-1])
-    return [*changed, user, *messages[len(seen) :]]
+    return map_text(message, take), moved
+
+
+def _first_user(messages: Sequence[Message]) -> int | None:
+    """The place of the first user message; None if there is none or its content isn't text or
+    parts, which the server refuses.
+    """
+    for place, message in enumerate(messages):
+        if message.get("role") == "user":
+            return place if isinstance(message.get("content"), str | list | None) else None
+    return None
 
 
 def _directories(message: Message) -> Iterator[str]:

@@ -136,10 +136,10 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             try:
                 args = self.preparation.prepare(request, args)
                 replies = replies_to(request, args, self.registry.events_of(args.model), parts)
+                for reply in replies:
+                    self.requests.put(reply)
             finally:
                 self._preparing.remove(parts)
-            for reply in replies:
-                self.requests.put(reply)
         try:
             left, check_due = set(range(request.choices)), 0.0
             while left:

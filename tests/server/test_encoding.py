@@ -26,7 +26,6 @@ ADDED = [
     AddedToken("<think>", normalized=False),
     AddedToken("<left>", special=True, normalized=False, lstrip=True),
     AddedToken("<right>", special=True, normalized=False, rstrip=True),
-    AddedToken("<word>", special=True, normalized=False, single_word=True),
     AddedToken("<norm>", special=True, normalized=True),
 ]
 LETTERS = [*"abcdeéß 🙂\n.", "ab", "abc", " a", "de", "▁", "▁a", "▁ab", "Ġ", "Ġa"]
@@ -169,6 +168,26 @@ def test_the_texts_used_last_are_kept_up_to_a_bound(bounds: dict[str, int]) -> N
     before = tokenizer.num_encoded
     tokenizer.encode(texts[-1], add_special_tokens=False)
     assert tokenizer.num_encoded - before < 50
+
+
+def test_a_text_that_another_begins_with_is_one_used_last() -> None:
+    tokenizer = reusing("bytes", earlier_texts=2)
+    first, *others = (f"{i} {'abc de ' * 100}<|end|> abc" for i in "abc")
+    for text in (first, others[0], first.removesuffix("<|end|> abc"), others[1]):
+        tokenizer.encode(text, add_special_tokens=False)
+    before = tokenizer.num_encoded
+    tokenizer.encode(first, add_special_tokens=False)
+    assert tokenizer.num_encoded - before < 50
+
+
+def test_a_tokenizer_with_a_token_that_must_be_a_word_encodes_whole_texts() -> None:
+    """Whether it is one depends on what follows."""
+    whole = copy.deepcopy(KINDS["bytes"])
+    whole.add_tokens([AddedToken("abc", normalized=False, single_word=True)])
+    tokenizer = ReusingTokenizer(thinking(PreTrainedTokenizerFast(tokenizer_object=whole)))
+    for text in ("de abcde<|end|> de", "de abc"):
+        found = tokenizer.encode(text, add_special_tokens=False).tolist()
+        assert found == tokenizer.whole.encode(text, add_special_tokens=False)
 
 
 def test_a_tokenizer_that_encodes_in_another_way_encodes_whole_texts() -> None:

@@ -20,6 +20,7 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.server import generator as generator_module
 from mlx_blockpool.server.generator import BlockpoolGenerator
 from mlx_blockpool.server.model import LoadedModel
+from mlx_blockpool.server.replies import Reply
 from mlx_blockpool.server.step_driver import StepDriver
 from server.serving import (
     Client,
@@ -159,6 +160,24 @@ def test_a_request_starts_with_those_that_are_being_prepared() -> None:
     watch.join(timeout=4)
     assert not watch.is_alive(), "it waits for others than those"
     assert arrived == ["first", "second", "third"]
+
+
+def test_a_request_is_being_prepared_until_it_is_queued(
+    fresh_server: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an idle engine starts another one without it."""
+    generator, preparing = fresh_server.generator, []
+
+    def put(item: Any) -> None:
+        if isinstance(item, Reply):
+            preparing.append(len(generator._preparing))
+        Queue.put(generator.requests, item)
+
+    monkeypatch.setattr(generator.requests, "put", put)
+    body = {"prompt": "abc", "max_tokens": 2, "n": 2}
+    assert fresh_server.send("/v1/completions", body)[0] == 200
+    assert preparing == [1, 1]
+    assert not generator._preparing
 
 
 def test_a_request_alone_starts_at_once() -> None:

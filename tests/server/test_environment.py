@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_blockpool_plugins.environment import MOST_CHARACTERS
-from mlx_blockpool_plugins.volatile import move_environment
+from mlx_blockpool_plugins.environment import BLOCK_LINES
+from mlx_blockpool_plugins.volatile import (
+    MOST_CHARACTERS,
+    MOST_LINES,
+    move_dates,
+    move_environment,
+)
 
 from mlx_blockpool.hooks import text_of
 from mlx_blockpool.server.normalise import RememberedReplies
@@ -74,8 +79,28 @@ def moved(system: str, user: str = "Hello", *others: dict[str, Any]) -> tuple[st
             "Use tools.\nGo on.\n",
             f"{ENV}\nToday's date is 2026-11-28.\n",
         ),
+        (
+            "Use tools.\r\nToday's date is 2026-11-28.\r\nYour cwd is: /srv/pool\r\n",
+            "Use tools.\r\nYour cwd is: /srv/pool\r\n",
+            "Today's date is 2026-11-28.\n",
+        ),
+        (
+            f"Follow these:\nToday's date is 2026-11-28.\n{ENV}- a rule\n",
+            "Follow these:\n- a rule\n",
+            f"Today's date is 2026-11-28.\n\n{ENV}",
+        ),
+        (f"```md\n```sh\n{ENV}```\n{ENV}", f"```md\n```sh\n{ENV}```\n", ENV),
+        (f"1. ```\n{ENV}   ```\n{ENV}", f"1. ```\n{ENV}   ```\n", ENV),
+        (
+            f"{ENV}- Keep /home/ann/.c/-srv-pool/\n- Or not.\n",
+            "- Or not.\n",
+            f"- Keep /home/ann/.c/-srv-pool/\n\n{ENV}",
+        ),
     ],
-    ids=["tag", "heading", "blank line", "status", "folder", "file", "date"],
+    ids=[
+        *("tag", "heading", "blank line", "status", "folder", "file", "date", "carriage return"),
+        *("not introduced", "code in code", "code in an item", "item"),
+    ],
 )
 def test_the_environment_moves_to_the_first_user_message(
     system: str, left: str, first: str
@@ -86,8 +111,8 @@ def test_the_environment_moves_to_the_first_user_message(
 def test_a_line_about_the_folder_moves_if_the_user_message_states_the_directory() -> None:
     """As qwen-code's does, and one above the directory counts too."""
     said = "I'm currently working in the directory: /srv/pool/src\nx"
-    assert moved(f"# Notes\n{MEMORY}Be brief.", said) == (
-        "# Notes\nBe brief.",
+    assert moved(f"# Notes\n{MEMORY}\nBe brief.", said) == (
+        "# Notes\n\nBe brief.",
         f"# Notes\n{MEMORY}\n",
     )
 
@@ -105,10 +130,26 @@ def test_a_line_about_the_folder_moves_if_the_user_message_states_the_directory(
         ("<env>\nWorking directory: /srv/pool\n", "Hello"),
         ("ls /home/ann/.c/-srv-pools/x and /srv/pool/x\n", "cwd: /srv/pool"),
         (ENV + "x" * MOST_CHARACTERS, "Hello"),
+        (ENV + "\n" * MOST_LINES, "Hello"),
+        ("# Environment\n" + "x\n" * BLOCK_LINES + "cwd: /srv/pool\n", "Hello"),
+        ("# \xa0environment\n" * 9 + "cwd: /srv/pool\n", "Hello"),
+        (f"Look:\n\n    {ENV}", "Hello"),
+        ("# Environment\ncwd: /srv/pool\n```\nls\n\na.py\n```\n", "Hello"),
+        ("<env>\ncwd: /srv/pool\n</env> Be brief.\n", "Hello"),
+        (f"|a|\n|-|\n|{MEMORY.rstrip()}|\n|b|\n", "cwd: /srv/pool"),
+        (f"{MEMORY}and never\nanywhere else.\n", "cwd: /srv/pool"),
+        (f"- If it is useful:\n  {MEMORY}", "cwd: /srv/pool"),
+        ("# Environment variables\nSet cwd: /tmp before a call.\n", "Hello"),
+        (f"Today's date is 2026-11-28.\n{STATUS}", "cwd: /srv/pool"),
+        (MEMORY, f"cwd: /srv/pool{'l' * 4096}"),
+        ("# Environment\nToday's date is 2026-11-28.\n\n- cwd: /srv/pool\n", "Hello"),
     ],
     ids=[
         *("no directory", "an instruction", "a user's text", "code", "fences", "an open fence"),
-        *("no directory in it", "an open tag", "another folder", "a long text"),
+        *("no directory in it", "an open tag", "another folder", "a long text", "many lines"),
+        *("a long block", "no heading", "indented", "a fence in it", "a tag and more", "a table"),
+        *("a sentence", "an item's end", "not the label", "the user's directory", "a long path"),
+        "the heading's line",
     ],
 )
 def test_everything_else_stays(system: str, user: str) -> None:
@@ -139,6 +180,54 @@ def test_a_system_message_after_the_first_user_message_moves_before_it() -> None
     for end in (4, 5, 6):
         assert move_environment(chat[:end], NO_REPLIES) == found[:end], "each turn the same"
     assert move_environment([chat[0], *chat[2:4]], NO_REPLIES) == [chat[0], *chat[2:4]]
+
+
+def test_a_chat_has_one_bound() -> None:
+    """Many texts take no longer than one."""
+    for filling, count in (("x" * (MOST_CHARACTERS // 8), 9), ("\n" * (MOST_LINES // 8), 9)):
+        text = {"type": "text", "text": ENV + filling}
+        for system in (
+            [{"role": "system", "content": [text] * count}],
+            [{"role": "system", "content": [text]}] * count,
+        ):
+            user = {"role": "user", "content": "Hello"}
+            chat: Chat = [*system, user]
+            assert move_environment(chat, NO_REPLIES) == chat
+            assert move_environment([user, *system], NO_REPLIES) == [user, *system]
+            few: Chat = [{"role": "system", "content": [text] * 7}, user]
+            assert move_environment(few, NO_REPLIES) != few
+
+
+def test_what_a_later_message_states_moves_no_date_of_an_earlier_one() -> None:
+    """It may come after another user message in the next turn."""
+    dated = {"role": "system", "content": f"Be brief.\nToday's date is 2026-11-28.\n{STATUS}"}
+    user, later = {"role": "user", "content": "Hello"}, {"role": "system", "content": f"{ENV}x\n"}
+    assert move_environment([dated, user, later], NO_REPLIES) == [
+        dated,
+        {"role": "system", "content": "x\n"},
+        {"role": "user", "content": f"{ENV}\nHello"},
+    ]
+
+
+def test_a_later_message_of_which_nothing_moves_stays() -> None:
+    chat: Chat = [
+        {"role": "system", "content": ENV},
+        {"role": "user", "content": "Hello"},
+        {"role": "system", "content": "The cwd: /b is used from now on."},
+    ]
+    found = move_environment(chat, NO_REPLIES)
+    assert found == [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": f"{ENV}\nHello"},
+        chat[2],
+    ]
+
+
+@pytest.mark.parametrize("content", [5, {"type": "text", "text": "Hello"}])
+def test_a_user_message_that_is_not_text_is_left_to_the_server(content: Any) -> None:
+    system = {"role": "system", "content": f"{ENV}Today's date is 2026-11-28.\n"}
+    chat: Chat = [system, {"role": "user", "content": content}]
+    assert move_environment(chat, NO_REPLIES) == move_dates(chat, NO_REPLIES) == chat
 
 
 LINES = st.lists(

@@ -39,9 +39,10 @@ class ReusingTokenizer:
     A text is encoded from the last added token on that it shares with an earlier text, such as
     `<|im_start|>`: the tokenizers library splits text at such a token before anything else, and the
     text on one side does not change the tokens on the other. Tokens that take the whitespace around
-    them or are searched for in normalised text do not count. Tokenizers that have none of these, or
-    that do not leave encoding to that library, encode whole texts. Tokens are arrays of 32-bit
-    integers: a list of a long prompt takes longer than all else.
+    them or are searched for in normalised text do not count. Tokenizers that have no others, that
+    have one that must be a whole word, which depends on the text after it, or that do not leave
+    encoding to that library, encode whole texts. Tokens are arrays of 32-bit integers: a list of a
+    long prompt takes longer than all else.
 
     whole:       the tokenizer, which encodes whole texts.
     scope:       only texts of the same scope are used, so that the time a prompt takes shows
@@ -82,6 +83,8 @@ class ReusingTokenizer:
         earlier, (place, count) = self._beginning(text)
         self.num_encoded += len(text) - place
         if earlier is not None and place == len(text):
+            self._earlier.remove(earlier)
+            self._earlier.append(earlier)
             return earlier.tokens[:count]
         found = self.whole._tokenizer(
             text[place:], add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -142,6 +145,7 @@ def splitting_tokens(tokenizer: Any) -> dict[int, str]:
     if (
         not isinstance(backend, Tokenizer)
         or backend.encode_special_tokens
+        or any(token.single_word for token in backend.get_added_tokens_decoder().values())
         or any(
             getattr(type(tokenizer), name)
             not in (getattr(PreTrainedTokenizerFast, name), getattr(PreTrainedTokenizerBase, name))
@@ -152,5 +156,5 @@ def splitting_tokens(tokenizer: Any) -> dict[int, str]:
     return {
         number: token.content
         for number, token in backend.get_added_tokens_decoder().items()
-        if not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+        if not (token.lstrip or token.rstrip or token.normalized)
     }
