@@ -139,8 +139,8 @@ class EngineConfig:
     forced_tokens: int = (
         4  # at least this many tokens that a form forces are appended at once instead of one by one
     )
-    # whether the speed of a model is measured when it is loaded, unless the prompt store's folder
-    # has it
+    # whether the speed of a model is measured, unless the prompt store's folder has it: by open()
+    # at once, by a server when it is quiet
     measures: bool = False
     # How many tokens are drafted for a request in a step. auto: as many as pay by the costs of
     # forwards on it; off: none; a number: up to this many, whatever they cost.

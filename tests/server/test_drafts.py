@@ -1,12 +1,12 @@
 """Drafts through the server: replies are the same, what they bring is shown, and a model is
-measured at its first load.
+measured once the server is quiet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import measuring
 from mlx_blockpool.kv.cost_model import PathCosts
 from mlx_blockpool.server.options import server_config
-from server.serving import Client, at_once, blockpool_server, parse, text_of
+from server.serving import Client, at_once, blockpool_server, parse, text_of, until
 
 pytestmark = pytest.mark.server(model="endless")
 
@@ -95,12 +95,22 @@ def test_replies_with_drafts_are_those_without_and_the_figures_say_what_was_draf
         assert counts.verifications == found["verifications"]
 
 
-def test_a_model_is_measured_at_its_first_load_and_drafts_as_that_says(
+def measure(client: Client) -> None:
+    """Wait until the model is measured, as if the server had been quiet for long."""
+    registry = client.generator.registry
+    registry.config = replace(registry.config, quiet_seconds=0.0)
+    client.chat(QUESTION, max_tokens=1)
+    until(lambda: not client.generator.model.caches.is_unmeasured)
+    client.settle()
+
+
+def test_a_model_is_measured_once_and_drafts_as_that_says(
     model: Path, tmp_path: Path, measured: list[Any]
 ) -> None:
     options = ("--pool-bytes", "20MB", "--measure", "auto", "--store-dir", str(tmp_path))
     for _ in range(2):
         with blockpool_server(model, *options) as client:
+            measure(client)
             replies(client)
             found = report(client)
             assert (found["mode"], found["off"], found["curve"]) == (
@@ -136,6 +146,7 @@ def test_a_model_that_fails_when_it_is_measured_is_served_without_figures(
 
     monkeypatch.setattr(measuring, "measure_curve", fail)
     with blockpool_server(model, "--pool-bytes", "20MB", "--measure", "auto") as client:
+        measure(client)
         replies(client)
         found = report(client)
         assert (found["mode"], found["curve"], found["drafted"]) == ("auto", None, 0)
@@ -151,6 +162,7 @@ def test_no_forwards_are_measured_for_drafts_whose_number_is_given(
     with blockpool_server(
         model, "--pool-bytes", "20MB", "--drafts", "3", "--measure", "auto"
     ) as client:
+        measure(client)
         replies(client)
         found = report(client)
         assert (found["mode"], found["off"], found["curve"]) == (3, None, None)
@@ -175,14 +187,14 @@ def test_nothing_is_measured_for_drafts_that_are_off_and_without_a_store_each_se
         str(tmp_path),
     )
     with blockpool_server(model, *options) as client:
-        client.capacity()
+        measure(client)
     assert measured == []
     assert [list(found.figures) for found in measured_in(tmp_path)] == [["paths"]]
     for count in (1, 2):
         with blockpool_server(
             model, "--pool-bytes", "20MB", "--drafts", "auto", "--measure", "auto"
         ) as client:
-            client.chat(QUESTION, max_tokens=1)
+            measure(client)
             assert client.send("/admin/unload", {"model": str(model)})[0] == 200
             client.chat(QUESTION, max_tokens=1)
             assert client.generator.registry.counts["loads"] == 2

@@ -1,6 +1,4 @@
-"""When models are measured: at their load where nobody else waits for it, and otherwise while
-the server has nothing to do.
-"""
+"""When models are measured: while the server has nothing to do."""
 
 from __future__ import annotations
 
@@ -102,52 +100,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def test_the_first_model_is_measured_at_its_load_whatever_waits_for_it(world: World) -> None:
-    world.queue.add("a", "request")
-    world.arrivals = True
-    assert not world.load("a").caches.is_unmeasured
-    assert world.readings == ["a"] * 3
-
-
-def test_a_model_beside_one_that_rests_is_measured_at_its_load(world: World) -> None:
-    world.load("a")
-    world.queue.add("b", "request")
-    assert not world.load("b").caches.is_unmeasured
-
-
-@pytest.mark.parametrize("why", ["live", "waiting", "arrived"])
-def test_a_model_is_not_measured_while_another_has_requests(world: World, why: str) -> None:
-    first = world.load("a")
-    first.is_busy = why == "live"
-    world.arrivals = why == "arrived"
-    if why == "waiting":
-        world.queue.add("a", "request")
-    world.readings.clear()
-    assert world.load("b").caches.is_unmeasured
+def test_nothing_is_measured_at_a_load(world: World) -> None:
+    assert world.load("a").caches.is_unmeasured
     assert world.readings == []
 
 
-def test_a_model_that_takes_the_place_of_one_with_requests_is_not_measured(world: World) -> None:
-    world.queue.add("a", "suspended")
-    assert world.load("b").caches.is_unmeasured
-
-
-def test_what_arrives_at_a_load_beside_another_model_ends_its_measuring(world: World) -> None:
-    world.load("a")
-    world.readings.clear()
-    world.during = lambda number: setattr(world, "arrivals", number == 2)
-    assert world.load("b").caches.is_unmeasured
-    assert world.readings == ["b", "b"]
-
-
 def unmeasured(world: World) -> Any:
-    """Model "b", which is loaded beside a busy "a" that has ended its requests now."""
-    first = world.load("a")
-    first.is_busy = True
-    model = world.load("b")
-    first.is_busy = False
-    world.readings.clear()
-    return model
+    """Model "b" next to "a", which is measured already."""
+    world.load("a").caches.is_unmeasured = False
+    return world.load("b")
 
 
 def test_a_model_is_measured_once_the_server_is_quiet(world: World) -> None:
@@ -304,7 +265,7 @@ def test_a_second_model_is_served_unmeasured_next_to_a_busy_one_and_measured_lat
         registry = client.generator.registry
         registry.config = replace(registry.config, quiet_seconds=0.0)
         client.chat(question, max_tokens=1)
-        assert len(measured) == 1
+        until(lambda: drafts(client, one)["off"] is None)
         first = client.generator.model
         # As if it computed embeddings.
         first.num_embedding += 1

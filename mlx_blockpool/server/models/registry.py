@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from functools import partial
 from queue import Queue
 from typing import Any
 
@@ -584,8 +583,7 @@ class ModelSwap:
 
 
 class ModelSpeeds:
-    """Measures how fast models are: at their load, or once the server is quiet where others would
-    wait for that.
+    """Measures how fast models are once the server is quiet. What was measured is remembered.
 
     has_arrivals: whether something arrived that the thread has not taken yet.
     """
@@ -601,8 +599,8 @@ class ModelSpeeds:
         self._tried = 0.0
 
     def at_load(self, model: LoadedModel, caches: PooledCaches) -> PooledCaches:
-        """The caches of a model that is being loaded, with its figures."""
-        return self._measured(model, caches, partial(self._look, model.key))
+        """The caches of a model that is being loaded, with the figures that are remembered."""
+        return self._measured(model, caches, _stop)
 
     def catch_up(self) -> None:
         """Measure loaded models that are not measured yet, if the server is quiet, until
@@ -637,20 +635,21 @@ class ModelSpeeds:
             look,
         )
 
-    def _look(self, loading: ModelKey | None = None) -> None:
-        """Raise MeasuringStoppedError if requests wait that do not wait for the model `loading`
-        anyway.
-        """
+    def _look(self) -> None:
+        """Raise MeasuringStoppedError if the server is no longer quiet."""
         registry = self._registry
-        others = [model for model in registry.loaded.values() if model.key != loading]
         if (
-            any(map(_is_busy, others))
-            or any(entry.key != loading for entry in registry.queue)
-            # What arrives may be for a loaded model.
-            or (self.has_arrivals() and (others or loading is None))
-            or (registry.swap is not None and loading is None)
+            any(map(_is_busy, registry.loaded.values()))
+            or registry.queue
+            or self.has_arrivals()
+            or registry.swap is not None
         ):
             raise MeasuringStoppedError
+
+
+def _stop() -> None:
+    """Measure nothing."""
+    raise MeasuringStoppedError
 
 
 def _known(caches: PooledCaches) -> tuple[Any, ...]:
