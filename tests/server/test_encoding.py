@@ -183,9 +183,10 @@ def test_a_text_that_another_begins_with_is_one_used_last() -> None:
 def test_a_tokenizer_with_a_token_that_must_be_a_word_encodes_whole_texts() -> None:
     """Whether it is one depends on what follows."""
     whole = copy.deepcopy(KINDS["bytes"])
-    whole.add_tokens([AddedToken("abc", normalized=False, single_word=True)])
+    whole.add_tokens([AddedToken("word", normalized=False, single_word=True)])
+    whole.add_tokens([AddedToken("de", normalized=False)])
     tokenizer = ReusingTokenizer(thinking(PreTrainedTokenizerFast(tokenizer_object=whole)))
-    for text in ("de abcde<|end|> de", "de abc"):
+    for text in ("a b c wordde a b c", "a b c word"):
         found = tokenizer.encode(text, add_special_tokens=False).tolist()
         assert found == tokenizer.whole.encode(text, add_special_tokens=False)
 

@@ -92,14 +92,14 @@ def moved(system: str, user: str = "Hello", *others: dict[str, Any]) -> tuple[st
         (f"```md\n```sh\n{ENV}```\n{ENV}", f"```md\n```sh\n{ENV}```\n", ENV),
         (f"1. ```\n{ENV}   ```\n{ENV}", f"1. ```\n{ENV}   ```\n", ENV),
         (
-            f"{ENV}- Keep /home/ann/.c/-srv-pool/\n- Or not.\n",
-            "- Or not.\n",
-            f"- Keep /home/ann/.c/-srv-pool/\n\n{ENV}",
+            f"{ENV}# A\n- Keep /home/ann/.c/-srv-pool/\n- Or not.\n- /x/-srv-pool/y\n",
+            "# A\n- Or not.\n",
+            f"# A\n- Keep /home/ann/.c/-srv-pool/\n\n- /x/-srv-pool/y\n\n{ENV}",
         ),
     ],
     ids=[
         *("tag", "heading", "blank line", "status", "folder", "file", "date", "carriage return"),
-        *("not introduced", "code in code", "code in an item", "item"),
+        *("not introduced", "code in code", "code in an item", "items"),
     ],
 )
 def test_the_environment_moves_to_the_first_user_message(
@@ -131,7 +131,7 @@ def test_a_line_about_the_folder_moves_if_the_user_message_states_the_directory(
         ("ls /home/ann/.c/-srv-pools/x and /srv/pool/x\n", "cwd: /srv/pool"),
         (ENV + "x" * MOST_CHARACTERS, "Hello"),
         (ENV + "\n" * MOST_LINES, "Hello"),
-        ("# Environment\n" + "x\n" * BLOCK_LINES + "cwd: /srv/pool\n", "Hello"),
+        ("# Environment\ncwd: /srv/pool\n" + "x\n" * BLOCK_LINES, "Hello"),
         ("# \xa0environment\n" * 9 + "cwd: /srv/pool\n", "Hello"),
         (f"Look:\n\n    {ENV}", "Hello"),
         ("# Environment\ncwd: /srv/pool\n```\nls\n\na.py\n```\n", "Hello"),
@@ -141,15 +141,17 @@ def test_a_line_about_the_folder_moves_if_the_user_message_states_the_directory(
         (f"- If it is useful:\n  {MEMORY}", "cwd: /srv/pool"),
         ("# Environment variables\nSet cwd: /tmp before a call.\n", "Hello"),
         (f"Today's date is 2026-11-28.\n{STATUS}", "cwd: /srv/pool"),
-        (MEMORY, f"cwd: /srv/pool{'l' * 4096}"),
+        (f"In /x/{'-a' * 2100}/\n", f"cwd: {'/a' * 2100}"),
         ("# Environment\nToday's date is 2026-11-28.\n\n- cwd: /srv/pool\n", "Hello"),
+        (f"# Environment\n- {MEMORY}\ncwd: /srv/pool\n", "Hello"),
+        (f"Be brief.\u2028{ENV}", "Hello"),
     ],
     ids=[
         *("no directory", "an instruction", "a user's text", "code", "fences", "an open fence"),
         *("no directory in it", "an open tag", "another folder", "a long text", "many lines"),
         *("a long block", "no heading", "indented", "a fence in it", "a tag and more", "a table"),
         *("a sentence", "an item's end", "not the label", "the user's directory", "a long path"),
-        "the heading's line",
+        *("the heading's line", "the heading's item", "another end of a line"),
     ],
 )
 def test_everything_else_stays(system: str, user: str) -> None:
