@@ -19,12 +19,10 @@ from mlx_blockpool.engine.request import Request
 
 # Windows and chunks have 32 tokens.
 REQUESTS = [Request(words(1, 45), 14), Request(words(2, 10), 14)]
-# States and windows together; logits that depend on where a prompt is cut; caches that no pool
-# holds.
+# States and windows together; logits that depend on where a prompt is cut; states of another class.
 WITHOUT = {
     *("baichuan_m1", "gear", "recurrent_gemma"),
-    *("phi3small", "plamo3"),
-    "deepseek_v41",
+    *("phi3small", "deepseek_v41"),
 }
 
 
