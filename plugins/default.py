@@ -7,6 +7,7 @@ Parameters stay lazy, so a full-size model costs kilobytes and a tenth of a seco
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import inspect
 import secrets
@@ -164,6 +165,7 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__name__}"
 
 
+@functools.lru_cache(maxsize=64)
 def _saved_by(adapter: CacheAdapter) -> str:
     """Names how an adapter saves a class, by the code of both: what other code has saved may mean
     something else.

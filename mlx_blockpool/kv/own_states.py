@@ -93,7 +93,7 @@ class OwnState(StateCache):
             return as_arrays(self._own[0].save(self))
         except Exception as error:
             # Code of a plugin may raise anything.
-            raise self._failed("save", error) from error
+            raise _failed(self._own[1], "save", error) from error
 
     def restore_arrays(self, arrays: list[Any]) -> None:
         adapter, empty = self._own
@@ -105,11 +105,7 @@ class OwnState(StateCache):
         try:
             adapter.restore(self, from_arrays(arrays))
         except Exception as error:
-            raise self._failed("restore", error) from error
-
-    def _failed(self, what: str, error: Exception) -> StateError:
-        name, why = type(self._own[1]).__name__, f"{type(error).__name__}: {error}"
-        return StateError(f"The adapter for {name} does not {what} a state: {why}")
+            raise _failed(empty, "restore", error) from error
 
     def take(self, cache: Any) -> None:
         """Hold what a cache of the adapter's class holds. Raises ValueError for another."""
@@ -131,6 +127,11 @@ class OwnState(StateCache):
         copy = deepcopy(empty)
         adapter.restore(copy, adapter.save(self))
         return deepcopy, (copy,)
+
+
+def _failed(empty: Any, what: str, error: Exception) -> StateError:
+    name, why = type(empty).__name__, f"{type(error).__name__}: {error}"
+    return StateError(f"The adapter for {name} does not {what} a state: {why}")
 
 
 def own_state(sequence: SequenceBlocks, leaf: int, own: tuple[CacheAdapter, Any]) -> OwnState:

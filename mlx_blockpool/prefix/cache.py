@@ -342,13 +342,11 @@ class PrefixCache:
             return
         checkpoint = Checkpoint(position, rings, states, kind, policy.owner)
         # States of other classes may take more than was seen when the model was loaded.
-        if (
-            checkpoint.nbytes > self.arena.spec.state_bytes(position)
-            and not self.admission.evict_states_for(checkpoint.nbytes)
-        ):  # fmt: skip
+        fits = checkpoint.nbytes <= self.arena.spec.state_bytes(position)
+        if fits or self.admission.evict_states_for(checkpoint.nbytes):
+            self.index.add_checkpoint(node, checkpoint)
+        else:
             self.num_skipped += 1
-            return
-        self.index.add_checkpoint(node, checkpoint)
 
     def _insert(
         self, tokens: Tokens[int], sequence: SequenceBlocks, kind: str, policy: RetentionPolicy

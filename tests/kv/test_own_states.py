@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from architectures.configs import CONFIGS
 from hypothesis import given
 from hypothesis import strategies as st
 from kv.test_proof import replies
-from mlx_blockpool_plugins import deepseek_v41
+from mlx_blockpool_plugins import deepseek_v41, default
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from models import make_model
@@ -34,7 +35,7 @@ from mlx_blockpool.engine.stock import StockCaches
 from mlx_blockpool.errors import RequestTooLargeError, SpecError
 from mlx_blockpool.hooks import CacheAdapter, hookimpl
 from mlx_blockpool.kv.build import allocate, describe, open_served
-from mlx_blockpool.kv.own_states import as_arrays, from_arrays
+from mlx_blockpool.kv.own_states import OwnState, as_arrays, from_arrays
 from mlx_blockpool.kv.prompt_cache import as_stock, from_stock, make_prompt_cache
 from mlx_blockpool.spec import StateLayer
 from mlx_blockpool.testing import tiny_model
@@ -271,10 +272,43 @@ class Doubling(InPlace):
     """Has memory for up to twice the tokens."""
 
     def prefix_cache_snapshot(self) -> dict[str, Any]:
-        room = 1 << max(self.offset - 1, 1).bit_length()
+        memory = 1 << max(self.offset - 1, 1).bit_length()
         keys, values = (array[:, :, : self.offset] for array in (self.keys, self.values))
-        spare = mx.zeros((room - self.offset, 2, 2, 16))
+        spare = mx.zeros((memory - self.offset, 2, 2, 16))
         return {"held": (keys, values), "offset": self.offset, "spare": spare}
+
+
+def test_the_names_that_a_class_may_not_use_are_known() -> None:
+    added = {name for cls in OwnState.__mro__[:-1] for name in {*vars(cls), *get_annotations(cls)}}
+    # What mlx-lm's classes have too, and no model calls.
+    expected = {"from_state", "state", "_stock"}
+    assert {name for name in added if not name.startswith("__")} - expected == default.TAKEN
+
+
+def test_a_class_without_a_file_is_described_alike_each_time() -> None:
+    other: Any = type("Other", (InPlace,), {"__module__": "nowhere"})
+    model = in_place()
+    model.make_cache = lambda: [other() for _ in model.layers]
+    assert describe(model) == describe(model)
+
+
+def test_a_pinned_state_that_fails_later_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = in_place()
+    model.make_cache = lambda: [Moody() for _ in model.layers]
+    prefix = wrap(allocate(describe(model), ROOMY)).prefix
+    acquired = prefix.acquire(SYSTEM, 10)
+    model(mx.array([SYSTEM]), cache=acquired.caches)
+    prefix.release(SYSTEM, acquired.caches)
+    prefix.pin(SYSTEM)
+    monkeypatch.setattr(Moody, "fails", {"restore"})
+    again = prefix.acquire([*SYSTEM, 5], 10)
+    assert again.lookup.hit == 0
+    prefix.discard(again.caches)
+    prefix.check()
+    prefix.clear()
+    prefix.check()
 
 
 def test_memory_that_doubles_is_counted() -> None:
@@ -282,8 +316,8 @@ def test_memory_that_doubles_is_counted() -> None:
     model.make_cache = lambda: [Doubling() for _ in model.layers]
     spec = describe(model)
     for tokens in (1, 100, 300, 1025, 4097, 8193, 16385):
-        room = 1 << max(tokens - 1, 1).bit_length()
-        assert spec.state_bytes(tokens) >= 2 * 256 * room, tokens
+        memory = 1 << max(tokens - 1, 1).bit_length()
+        assert spec.state_bytes(tokens) >= 2 * 256 * memory, tokens
 
 
 def test_copies_and_what_they_are_made_of_do_not_change_each_other() -> None:

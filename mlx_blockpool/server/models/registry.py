@@ -636,7 +636,7 @@ class ModelSpeeds:
         )
 
     def _look(self) -> None:
-        """Raise MeasuringStoppedError if the server is no longer quiet."""
+        """Raise MeasuringStoppedError unless the server is still quiet."""
         registry = self._registry
         if (
             any(map(_is_busy, registry.loaded.values()))
