@@ -86,10 +86,11 @@ class ReusingTokenizer:
             self._earlier.remove(earlier)
             self._earlier.append(earlier)
             return earlier.tokens[:count]
-        found = self.whole._tokenizer(
-            text[place:], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        ids, offsets = found["input_ids"], found["offset_mapping"]
+        backend = self.whole._tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        found = backend.encode(text[place:], add_special_tokens=False)
+        ids, offsets = found.ids, found.offsets
         tokens = array("i") if earlier is None else earlier.tokens[:count]
         tokens.extend(ids)
         if len(text) - place > self._longest:
