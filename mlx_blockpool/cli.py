@@ -34,9 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.rest = passed_on
     try:
         if args.command == "serve":
-            from .server.app import main as serve
+            from .server.options import parse
 
-            return serve(arguments[1:])
+            options = parse(arguments[1:])
+            # Importing mlx and mlx-lm takes a second, which no wrong option has to wait for.
+            from .server.app import serve
+
+            return serve(options)
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         answer = args.run(args)

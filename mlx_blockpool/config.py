@@ -570,3 +570,10 @@ def check_url(url: str) -> str:
 
 def _listed(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def is_bound(endpoint: str) -> bool:
+    """Return whether subscribers connect to an endpoint; the publisher connects to others.
+    vLLM's rule.
+    """
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

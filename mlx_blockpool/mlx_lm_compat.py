@@ -8,11 +8,14 @@ are never modified: rebind() copies a function. mlx-lm is imported when a name i
 
 from __future__ import annotations
 
-import importlib
+import argparse
+import ast
+import importlib.util
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
 from packaging.specifiers import SpecifierSet
@@ -270,6 +273,54 @@ def __getattr__(name: str) -> Any:
         raise UnsupportedVersionError(
             f"mlx-lm {installed()} has no {EXPORTS[name]}. {_advice()}"
         ) from error
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of mlx-lm's server to a parser, as server.main() does. mlx-lm is read and not
+    imported, which would take a second.
+
+    Raises UnsupportedVersionError if its main() does not add them one by one.
+    """
+    spec = importlib.util.find_spec("mlx_lm")
+    assert spec is not None, "check_version() has found mlx-lm"
+    path = Path(str(spec.origin)).with_name("server.py")
+    adding = [
+        each
+        for function in ast.parse(path.read_bytes()).body
+        if isinstance(function, ast.FunctionDef) and function.name == "main"
+        for each in function.body
+        if ast.unparse(each).startswith("parser.add_argument(")
+    ]
+    if not adding:
+        raise UnsupportedVersionError(
+            f"mlx-lm {installed()} has no options in server.main. {_advice()}"
+        )
+    body = [*_defined(path, _names(*adding)), *adding]
+    exec(compile(ast.Module(body, []), path, "exec"), {"parser": parser})
+
+
+def _names(*code: ast.AST) -> set[str]:
+    return {each.id for part in code for each in ast.walk(part) if isinstance(each, ast.Name)}
+
+
+def _defined(path: Path, names: set[str]) -> list[ast.stmt]:
+    """The statements of a module of mlx-lm that define or import some names, with what these
+    functions use in turn; from the modules next to it too.
+    """
+    found: list[ast.stmt] = []
+    for each in ast.parse(path.read_bytes()).body:
+        if isinstance(each, ast.ImportFrom) and each.level:
+            own = {alias.name for alias in each.names}
+            if not own.isdisjoint(names):
+                found += _defined(path.with_name(f"{each.module}.py"), own & names)
+        elif isinstance(each, ast.Import | ast.ImportFrom):
+            own = {alias.asname or alias.name for alias in each.names}
+            found += [] if own.isdisjoint(names) else [each]
+        elif isinstance(each, ast.FunctionDef) and each.name in names:
+            found += [*_defined(path, _names(*each.body) - names), each]
+        elif isinstance(each, ast.Assign) and not _names(*each.targets).isdisjoint(names):
+            found.append(each)
+    return found
 
 
 def installed() -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
 import subprocess
 import sys
 import types
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlx_lm import server
 from stock_names import problem
 
 from mlx_blockpool import mlx_lm_compat
@@ -19,6 +23,7 @@ from mlx_blockpool.mlx_lm_compat import (
     STOCK,
     SUPPORTED,
     StockName,
+    add_server_options,
     check_version,
     installed,
     rebind,
@@ -184,3 +189,32 @@ def test_importing_a_name_that_is_gone_says_what_to_install(
 def test_the_supported_range_is_the_one_of_the_project_file() -> None:
     project = Path(__file__).parent.parent / "pyproject.toml"
     assert f'"mlx-lm{SUPPORTED}"' in project.read_text(encoding="utf-8")
+
+
+def test_options_that_are_read_are_those_of_the_server() -> None:
+    read = argparse.ArgumentParser()
+    add_server_options(read)
+    own: list[argparse.ArgumentParser] = []
+
+    class Parser(argparse.ArgumentParser):
+        def parse_args(self, *_: Any, **__: Any) -> Any:
+            own.append(self)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rebind(server.main, argparse=types.SimpleNamespace(ArgumentParser=Parser))()
+
+    def described(parser: argparse.ArgumentParser) -> list[Any]:
+        kinds = [getattr(action.type, "__name__", None) for action in parser._actions]
+        others = [vars(action) | {"container": None, "type": None} for action in parser._actions]
+        return list(zip(kinds, others, strict=True))
+
+    assert described(read) == described(own[0])
+
+
+def test_another_main_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server.py").write_text("def main():\n    run(parsed())\n")
+    spec = importlib.util.spec_from_file_location("mlx_lm", tmp_path / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(UnsupportedVersionError, match=r"no options in server\.main"):
+        add_server_options(argparse.ArgumentParser())

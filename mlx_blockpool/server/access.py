@@ -26,7 +26,14 @@ from ..config import AccessConfig, RequestConfig
 from ..errors import BlockpoolError
 from ..store.agents import SEPARATOR
 from .bodies import Json, StatusError
-from .origins import ForeignPage, is_address, is_foreign, is_loopback_name, sent_origin
+from .origins import (
+    ForeignPage,
+    host_name,
+    is_address,
+    is_foreign,
+    is_loopback_name,
+    sent_origin,
+)
 
 # The endpoints of mlx-lm's server, with the origins that its documentation promises.
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
@@ -380,14 +387,6 @@ def is_loopback(host: str) -> bool:
     return all(
         ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found
     )
-
-
-def host_name(host: str) -> str:
-    """The name in a Host header, without its port."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].rstrip(".")
 
 
 def checked_text(what: str, value: str, most: int = RequestConfig.name_characters) -> str:

@@ -19,8 +19,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..config import AccessConfig, EngineConfig, check_port
-from ..demo import model_path
+from ..config import AccessConfig, EngineConfig
 from ..errors import BlockpoolError, GroupError
 from ..formatting import client_settings, count, human_bytes
 from ..mlx_lm_compat import main as server_main
@@ -79,13 +78,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns when the server has stopped.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = options.parse(sys.argv[1:] if argv is None else argv)
+    except BlockpoolError as error:
+        print(f"mlx-blockpool: {error}", file=sys.stderr)
+        return _leave(1)
+    return serve(args)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve with what options.parse() has found. Returns when the server has stopped."""
     # Imported modules are not garbage. Without them the collections during a load are shorter.
     gc.freeze()
-    names: dict[str, Any] = {
-        "argparse": _argparse_with(arguments),
-        "ModelProvider": BlockpoolModelProvider,
-    }
+    names: dict[str, Any] = {"argparse": parsed(args), "ModelProvider": BlockpoolModelProvider}
     names["run"] = partial(run_rank, launcher=RankLauncher())
     names["maybe_set_recommended_wired_limit"] = _open_device
     if "_run_cache_backend" in server_main.__globals__:
@@ -295,25 +300,7 @@ def _leave(status: int) -> int:
     os._exit(status)
 
 
-def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
-    """argparse as mlx-lm's main sees it: its parser has our options too, and parses `arguments`."""
-
-    class Parser(argparse.ArgumentParser):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(
-                prog="mlx-blockpool serve", description="mlx-lm's server on a block pool."
-            )
-
-        def add_argument(self, *names: Any, **given: Any) -> Any:
-            return super().add_argument(
-                *names, **{**given, **options.CHANGED_OPTIONS.get(names[0], {})}
-            )
-
-        def parse_args(self, *_: Any, **__: Any) -> Any:
-            options.add_options(self)
-            args = super().parse_args(options.with_settings(arguments, self))
-            check_port(args.port, least=0)
-            args.model = args.model and model_path(args.model)
-            return args
-
-    return types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": Parser})
+def parsed(args: argparse.Namespace) -> types.SimpleNamespace:
+    """argparse as mlx-lm's main() sees it: its parser has found `args`."""
+    parser = types.SimpleNamespace(add_argument=lambda *_, **__: None, parse_args=lambda: args)
+    return types.SimpleNamespace(ArgumentParser=lambda **_: parser)

@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,47 @@ from ..config import (
     PromptConfig,
     ServerConfig,
     StoreConfig,
+    check_port,
+    is_bound,
     kv_bits,
     parse_bytes,
     parse_seconds,
     user_config_folder,
 )
+from ..demo import model_path
 from ..errors import BlockpoolError
-from .access import host_name
-from .watch.kv_events import is_bound
+from ..mlx_lm_compat import add_server_options
+from .origins import host_name
 
 KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # mlx-lm's default of --allowed-origins. A tuple, because a user's own `*` is a list.
 ANY_ORIGIN = ("*",)
 CONFIG_FILE = "config.toml"
+
+
+class ServeParser(argparse.ArgumentParser):
+    """Has mlx-lm's options, some of them changed, and ours."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="mlx-blockpool serve", description="mlx-lm's server on a block pool.")
+        add_server_options(self)
+        add_options(self)
+
+    def add_argument(self, *names: Any, **given: Any) -> Any:
+        return super().add_argument(*names, **{**given, **CHANGED_OPTIONS.get(names[0], {})})
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line and the settings file, before mlx is imported.
+
+    Raises BlockpoolError for a settings file or a port that cannot be used, and SystemExit as
+    argparse.
+    """
+    parser = ServeParser()
+    args = parser.parse_args(with_settings(list(arguments), parser))
+    check_port(args.port, least=0)
+    args.model = args.model and model_path(args.model)
+    return args
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

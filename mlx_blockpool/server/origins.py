@@ -91,3 +91,11 @@ def is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")

@@ -17,8 +17,7 @@ from typing import Any
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 
-from mlx_blockpool.mlx_lm_compat import rebind
-from mlx_blockpool.server import app
+from mlx_blockpool.server import app, options
 from mlx_blockpool.server.access import AccessPolicy
 from mlx_blockpool.server.http import BlockpoolHandler
 from mlx_blockpool.server.provider import BlockpoolModelProvider
@@ -89,12 +88,7 @@ def parse(arguments: list[str]) -> Any:
     """
     for option, value in (("--max-tokens", "512"), ("--measure", "off")):
         arguments = arguments if option in arguments else [option, value, *arguments]
-    parsed: list[Any] = []
-    names = {"argparse": app._argparse_with(arguments), "ModelProvider": lambda args: args}
-    if hasattr(server, "_run_cache_backend"):
-        names["_run_cache_backend"] = lambda parser: None
-    rebind(server.main, run=lambda host, port, args: parsed.append(args), **names)()
-    return parsed[0]
+    return options.parse(arguments)
 
 
 @contextmanager

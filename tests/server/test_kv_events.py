@@ -16,13 +16,13 @@ import zmq
 from models import save_model
 from zmq.utils.monitor import recv_monitor_message
 
-from mlx_blockpool.config import KVEventsConfig
+from mlx_blockpool.config import KVEventsConfig, is_bound
 from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.prefix.changes import DISK, MEMORY, AllCleared, BlocksRemoved, BlocksStored
 from mlx_blockpool.prefix.salts import SHARED, salt_of
 from mlx_blockpool.server.options import kv_events_config
 from mlx_blockpool.server.watch.event_log import EventLog
-from mlx_blockpool.server.watch.kv_events import SENT_AGAIN, KVPublisher, is_bound, number_of
+from mlx_blockpool.server.watch.kv_events import SENT_AGAIN, KVPublisher, number_of
 from mlx_blockpool.store.hashing import encode
 from server.serving import blockpool_server, parse
 

@@ -111,3 +111,23 @@ def test_an_unknown_value_ends_with_the_usage(
     with pytest.raises(SystemExit):
         parsed(file)
     assert text.partition(" ")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--help", "--pool-bytes SIZE"),
+        ("--modle demo", "unrecognized arguments: --modle"),
+        ("--port 99999", "--port must be between 0 and 65535"),
+    ],
+)
+def test_help_and_mistakes_are_answered_before_mlx_is_imported(arguments: str, said: str) -> None:
+    code = (
+        "import sys\n"
+        "from mlx_blockpool.cli import main\n"
+        f"try: main(['serve', *{arguments.split()}])\n"
+        "finally: print('imported', {'mlx.core', 'mlx_lm', 'transformers'} & {*sys.modules})\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said in ended.stdout + ended.stderr
+    assert "imported set()" in ended.stdout

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from ...config import KVEventsConfig
+from ...config import KVEventsConfig, is_bound
 from ...errors import BlockpoolError
 from ...prefix.changes import DISK, MEMORY, AllCleared, BlocksRemoved, BlocksStored, Change
 from ...prefix.salts import SHARED
@@ -303,10 +303,3 @@ class PublishedBlocks:
 def number_of(digest: bytes) -> int:
     """A hash as vLLM publishes it by default: its last 64 bits."""
     return int.from_bytes(digest[-8:], "big")
-
-
-def is_bound(endpoint: str) -> bool:
-    """Return whether subscribers connect to an endpoint; the publisher connects to others.
-    vLLM's rule.
-    """
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
