@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib.util
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from .errors import UnsupportedVersionError
 
 T = TypeVar("T")
 SUPPORTED = ">=0.32.2,<0.33"
+_reading = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -281,6 +284,14 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
     Raises UnsupportedVersionError if its main() does not add them one by one.
     """
+    # In Python 3.11 one thread's parsing disturbs another's.
+    with _reading:
+        code = _server_options()
+    exec(code, {"parser": parser})
+
+
+@functools.cache
+def _server_options() -> types.CodeType:
     spec = importlib.util.find_spec("mlx_lm")
     assert spec is not None, "check_version() has found mlx-lm"
     path = Path(str(spec.origin)).with_name("server.py")
@@ -296,7 +307,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
             f"mlx-lm {installed()} has no options in server.main. {_advice()}"
         )
     body = [*_defined(path, _names(*adding)), *adding]
-    exec(compile(ast.Module(body, []), path, "exec"), {"parser": parser})
+    return compile(ast.Module(body, []), path, "exec")
 
 
 def _names(*code: ast.AST) -> set[str]:

@@ -217,4 +217,4 @@ def test_another_main_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     spec = importlib.util.spec_from_file_location("mlx_lm", tmp_path / "__init__.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(UnsupportedVersionError, match=r"no options in server\.main"):
-        add_server_options(argparse.ArgumentParser())
+        mlx_lm_compat._server_options.__wrapped__()
