@@ -14,6 +14,7 @@ from architectures.configs import CONFIGS
 from documents import blocks
 from kv import test_cache_adapters as slopes
 from test_plugins import Fixed, manager_with
+from thorough import only
 
 from mlx_blockpool import hooks, plugins, spec
 from mlx_blockpool.engine.caches import PooledCaches
@@ -103,7 +104,7 @@ def test_every_example_is_tried(examples: dict[str, Any]) -> None:
     assert found.keys() == {*LAYERS, "rows", "state"}
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", only(LAYERS, "states"))
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_layer_of_an_example_is_proven(
     name: str, is_right: bool, examples: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -3,9 +3,9 @@
 `pytest` runs a small sample, `pytest --thorough` a fourth of all seeds, cases and examples, and
 `pytest --exhaustive` all. The environment says the same: BLOCKPOOL_TRIES=thorough or exhaustive.
 
-A test with the marker `sampled` is quick on so few of its cases that every value of every parameter
-is still among them. What the quick run leaves out, or tries less of, carries the marker `thorough`:
-`pytest --thorough -m thorough` runs that alone.
+A test with the marker `sampled` is quick on so few of its quick cases that every value of every
+parameter is still among them. What the quick run leaves out, or tries less of, carries the marker
+`thorough`: `pytest --thorough -m thorough` runs that alone.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def _named(item: pytest.Item) -> set[tuple[str, str]]:
 
 
 def mark_samples(items: Sequence[pytest.Item]) -> None:
-    """Give the cases of each sampled test that are not in its sample the marker `thorough`."""
+    """Mark the quick cases of each sampled test that are not in its sample as thorough."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if (
             isinstance(item, pytest.Function)
             and hasattr(item, "callspec")
             and item.get_closest_marker("sampled")
+            and not item.get_closest_marker("thorough")
         ):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():

@@ -33,7 +33,7 @@ NAMES = only(
     ["llama", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"],
     "llama",
     "gpt_oss",
-    "qwen3_next",
+    "lfm2",
 )
 FIRST, SECOND = (5, 3, 8, 1), (2, 7, 4, 6)
 

@@ -29,6 +29,10 @@ SYSTEM = [i * 7 % 131 for i in range(290)]
 QUESTIONS = ([5, 9, 2, 77], [8, 8, 120])
 
 
+def copy_each(caches: list[Any]) -> list[Any]:
+    return [copy.copy(cache) for cache in caches]
+
+
 def attached(name: str) -> tuple[Any, KVArena]:
     model = make_model(name)
     slabs = open_pool(model, 60_000_000)
@@ -137,7 +141,7 @@ def test_a_snapshot_in_mlx_lms_prompt_cache_answers_as_stock() -> None:
     assert replies(model, [rest], [found])[0] == expected
 
 
-@pytest.mark.parametrize("path", ["auto", "ragged", "shared"])
+@pytest.mark.parametrize("path", only(["auto", "ragged", "shared"], "auto"))
 def test_two_pools_of_one_model_in_one_batch(path: str) -> None:
     model, slabs = attached("llama")
     other = open_pool(model, 60_000_000)
@@ -228,7 +232,7 @@ def test_a_batch_whose_member_was_given_back_raises() -> None:
         model(mx.array([[1], [2]]), cache=batch)
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda caches: [copy.copy(c) for c in caches]])
+@pytest.mark.parametrize("copier", only([copy.deepcopy, copy_each], copy.deepcopy))
 def test_copies_of_a_batch_and_of_single_layers_continue_separately(copier: Any) -> None:
     model, slabs = attached("gemma3_text")
     caches = make_prompt_cache(model, slabs)
@@ -248,7 +252,7 @@ def test_copies_of_a_batch_and_of_single_layers_continue_separately(copier: Any)
     assert offsets(caches) == [len(SYSTEM)] * len(caches)
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda caches: [copy.copy(c) for c in caches]])
+@pytest.mark.parametrize("copier", [copy.deepcopy, copy_each])
 def test_copies_of_a_batch_write_into_blocks_of_their_own(copier: Any) -> None:
     slabs = make_slabs()
     slabs.capabilities = RAGGED

@@ -76,7 +76,9 @@ def test_full_layers_are_measured_and_windows_are_not(name: str, bits: KVBits | 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize(
-    ("name", "bits"), [("gemma3_text", None), ("gpt_oss", KVBits(8, 4))], ids=str
+    ("name", "bits"),
+    [("gemma3_text", None), pytest.param("gpt_oss", KVBits(8, 4), marks=pytest.mark.thorough)],
+    ids=str,
 )
 def test_a_kernel_that_is_trusted_is_measured_in_windows_too(
     name: str, bits: KVBits | None

@@ -135,7 +135,7 @@ def drawn(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(131) for _ in range(length)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", only(MODELS, "gemma3_text", "llama"))
 def test_rows_have_the_logits_of_single_tokens(name: str) -> None:
     """Around 300 and 128 tokens the windows of gemma3_text and gpt_oss are before, at and after
     their wrap.
@@ -153,7 +153,7 @@ def test_rows_have_the_logits_of_single_tokens(name: str) -> None:
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", only(MODELS, "llama", "gpt_oss"))
 @pytest.mark.parametrize(
     "bits",
     only([None, KVBits(8, 8), KVBits(4, 4, 32), KVBits(8, None)], None, KVBits(4, 4, 32)),
@@ -192,7 +192,7 @@ def test_rows_through_the_kernel_of_other_devices(
     batch.verify([drawn(2), drawn(17)], [2, 17])
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("name", only(["gemma3_text", "gpt_oss"], "gpt_oss"))
 def test_forks_read_what_they_share_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together = Mock(wraps=attend_cluster)
     monkeypatch.setattr("mlx_blockpool.kv.step.attend_cluster", together)
@@ -212,7 +212,7 @@ def test_forks_read_what_they_share_together(name: str, monkeypatch: pytest.Monk
     assert tables[0][2] != tables[1][2], "a block that is written does not"
 
 
-@tried(3, 40)
+@tried(2, 40)
 @given(
     seed=st.integers(0, 10_000),
     name=st.sampled_from(MODELS),

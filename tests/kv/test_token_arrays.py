@@ -387,7 +387,10 @@ def attended(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("bits", [None, KVBits(8, 4, 32)])
-@pytest.mark.parametrize(("path", "streams"), [("ragged", 1), ("shared", 2), ("kernel", 1)])
+@pytest.mark.parametrize(
+    ("path", "streams"),
+    [("ragged", 1), ("shared", 2), pytest.param("kernel", 1, marks=pytest.mark.thorough)],
+)
 @pytest.mark.parametrize("name", ["full", "window"])
 def test_plain_attention_reads_keys_and_values_alone(
     name: str, path: str, streams: int, bits: KVBits | None, monkeypatch: pytest.MonkeyPatch
