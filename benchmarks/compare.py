@@ -27,12 +27,12 @@ BENCHMARKS = ("pool", "prefix", "cache", "batch", "engine", "server", "host")
 TIMES = ("ours_", "stock_", "allocate_us", "free_us", "attached_cpu_ms", "ttft_last_s", "wall_s")
 UNITS = ("_ms", "_us", "_s")
 
-# One run's figures: (the case's number, the figure) -> reading.
-Figures = dict[tuple[int, str], float]
+# One run's figures: (the case, the figure) -> reading.
+Figures = dict[tuple[str, str], float]
 
 
-def measure(tree: Path, bench: str, full: bool) -> tuple[list[str], Figures]:
-    """Run one benchmark of `tree`. Returns its cases and their times."""
+def measure(tree: Path, bench: str, full: bool) -> Figures:
+    """Run one benchmark of `tree`. Returns its times."""
     command = [sys.executable, f"benchmarks/bench_{bench}.py"] + ([] if full else ["--quick"])
     with tempfile.TemporaryDirectory() as plugins:
         # An editable install finds the plugins of its own tree.
@@ -41,34 +41,29 @@ def measure(tree: Path, bench: str, full: bool) -> tuple[list[str], Figures]:
         output = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, check=True
         ).stdout
-    lines = [json.loads(line) for line in output.splitlines()]
-    figures = {
-        (number, name): value
-        for number, line in enumerate(lines)
+    return {
+        (line["case"], name): value
+        for line in map(json.loads, output.splitlines())
         for name, value in line.items()
         if name.startswith(TIMES) and name.endswith(UNITS)
     }
-    return [line["case"] for line in lines], figures
 
 
 def compare(before: Path, bench: str, rounds: int, full: bool) -> None:
     readings: dict[Path, list[Figures]] = {before: [], HERE: []}
-    cases: list[str] = []
     for turn in range(rounds):
         for tree in sorted(readings, reverse=bool(turn % 2)):
-            cases, figures = measure(tree, bench, full)
-            readings[tree].append(figures)
-    for number, name in readings[HERE][0]:
-        pairs = [
-            (old[number, name], new[number, name])
-            for old, new in zip(*readings.values(), strict=True)
-        ]
+            readings[tree].append(measure(tree, bench, full))
+    # The other tree may lack a case.
+    for figure in readings[HERE][0]:
+        if figure not in readings[before][0]:
+            continue
+        pairs = [(old[figure], new[figure]) for old, new in zip(*readings.values(), strict=True)]
         old, new = (statistics.median(side) for side in zip(*pairs, strict=True))
         ratio = statistics.median(b / a for a, b in pairs if a)
         line = {"before": round(old, 4), "after": round(new, 4), "ratio": round(ratio, 3)}
-        print(
-            json.dumps({"bench": bench, "case": cases[number], "figure": name, **line}), flush=True
-        )
+        case, name = figure
+        print(json.dumps({"bench": bench, "case": case, "figure": name, **line}), flush=True)
 
 
 def main() -> int:
