@@ -31,6 +31,8 @@ class Capabilities:
                   otherwise.
     kernels:      the layer groups whose kernel was tried on this device, and was right.
     no_kernel:    why the other groups have no kernel, in words.
+    sample:       some tokens and their logits after each of the prompts by which a later load
+                  confirms all this; empty if nothing was tried.
     """
 
     ragged: bool = False
@@ -43,6 +45,7 @@ class Capabilities:
     synchronous: bool = False
     kernels: frozenset[int] = frozenset()
     no_kernel: Mapping[int, str] = field(default_factory=dict)
+    sample: tuple[tuple[tuple[int, float], ...], ...] = field(default=(), compare=False)
 
 
 # Of a model that tests and benchmarks attach without a probe.

@@ -37,12 +37,19 @@ log = logging.getLogger(__name__)
 # A step itself needs less, and copies of smaller slabs hardly cost anything.
 MEASURABLE_BYTES = 4 * 2**20
 
-# Decode steps by which copies of slabs show.
-STEPS = 8
+# Decode steps by which copies of slabs show: the last two begin while another one runs.
+STEPS = 3
 
-# Prompts that a model is tried with, and the tokens that follow each of them.
+# Prompts that a model is tried with, the tokens that follow each of them, and the tokens after
+# those where the same batch is tried further.
 PROMPTS = [[3, 5, 7, 11, 13, 2, 9], [4, 6, 8]]
 NEXT = [[1], [2]]
+FURTHER = [[5], [3]]
+# What is beyond the tolerance by less than this factor may be so because the model's own caches
+# computed several tokens in one forward: some models sum those otherwise.
+NEAR = 2
+# The largest logits by which a later load recognises a model.
+SAMPLED = 8
 
 
 def probe(
@@ -74,10 +81,16 @@ def probe(
             # The model cannot read these blocks.
             return found
         _need_equal_caches(model, arena, found, ranks)
+        verifies = _verifies(own, arena, ranks)
+        # Its blocks are free for what follows.
+        own.batch = None
         no_kernel = refused_kernels(model, arena, ranks)
         kernels = frozenset(range(len(arena.spec.groups))) - no_kernel.keys()
+        batched = found.ragged and (found.pads_states or not arena.state_leaves)
+        with without_collectives(model):
+            sample = tuple(map(own.sample, PROMPTS if batched else PROMPTS[:1]))
         found = replace(
-            found, verifies=_verifies(own, arena, ranks), kernels=kernels, no_kernel=no_kernel
+            found, verifies=verifies, kernels=kernels, no_kernel=no_kernel, sample=sample
         )
         arena.capabilities = found
         return replace(found, synchronous=copies_slabs(model, arena))
@@ -89,6 +102,48 @@ def probe(
         arena.decode.path_counts.clear()
 
 
+def confirms(model: Any, arena: KVArena, found: Capabilities) -> bool:
+    """Attach a model as a probe() that has `found` this did, and return whether one forward on the
+    caches of `arena` gives the logits of that time. If not, the model stays as it was.
+    """
+    before, classes, spec = arena.capabilities, classes_of(model), arena.spec
+    arena.capabilities, prompts = found, PROMPTS[: len(found.sample)]
+    try:
+        if found.is_attached:
+            _, adapters = _ways(spec)[len(found.differs)]
+            bind(model, adapters or (), by_member=adapters is None, writes=writes_of(spec))
+        rows = []
+        if prompts:
+            caches = [make_prompt_cache(model, arena) for _ in prompts]
+            batch = batch_of(caches) if len(prompts) > 1 else caches[0]
+            logits = padded_forward(model, prompts, batch)
+            rows = [logits[i, len(prompt) - 1] for i, prompt in enumerate(prompts)]
+        tolerance = _tolerance(bool(rows) and rows[0].dtype == mx.float32, spec.bits)
+        holds = all(
+            abs(row[token].item() - needed) <= tolerance * max(abs(each) for _, each in sample)
+            for row, sample in zip(rows, found.sample, strict=True)
+            for token, needed in sample
+        )
+    except Exception as error:
+        # As in _compared(); remembered capabilities may be of anything.
+        log.info("%s is probed again: %s", type(model).__module__, error)
+        holds = False
+    finally:
+        arena.capabilities = before
+        arena.decode.path_counts.clear()
+    if not holds:
+        restore(classes)
+    return holds
+
+
+def _ways(spec: ModelCacheSpec) -> list[tuple[bool, Sequence[AttentionAdapter] | None]]:
+    """The ways in which a model may attend through the caches of a pool, in the order in which
+    they are tried: whether in ragged batches, and with which adapters; None: member by member.
+    """
+    kinds = [True] * spec.batches + [False] * (spec.bits is not None)
+    return [(ragged, adapters) for ragged in kinds for adapters in (attention_adapters(), None)]
+
+
 def _probed_batches(
     own: _OwnLogits, arena: KVArena, found: Capabilities, ranks: Ranks
 ) -> Capabilities:
@@ -97,6 +152,13 @@ def _probed_batches(
     is_quantised = spec.bits is not None
 
     def reads_blocks() -> str | None:
+        own.pads = False
+        if arena.state_leaves and own.in_one:
+            arena.capabilities = replace(arena.capabilities, pads_states=True)
+            if _difference_joined(own, arena) is None:
+                own.pads = True
+                return None
+            arena.capabilities = replace(arena.capabilities, pads_states=False)
         for prompts in _prompts(model, arena):
             why = _difference(
                 own, lambda: make_prompt_cache(model, arena), not arena.state_leaves, prompts
@@ -115,21 +177,16 @@ def _probed_batches(
         why = reads_blocks()
         return (why or reads_alone()) if on_all(ranks, why is None) else why
 
-    proofs = [(True, reads_both if is_quantised else reads_blocks)] if spec.batches else []
-    if is_quantised:
-        proofs.append((False, reads_alone))
-    ways = (attention_adapters(), None)
-    for ragged, agrees in proofs:
+    for ragged, adapters in _ways(spec):
         arena.capabilities = replace(found, ragged=ragged)
-        for adapters in ways:
-            why = _attach_if(model, arena, agrees, ranks, adapters)
-            if why is None:
-                return replace(
-                    found, ragged=ragged, is_attached=True, by_member=is_by_member(model)
-                )
-            what = "A batch whose blocks are read in place" if ragged else "One sequence"
-            how = ", one member after another" if adapters is None and ragged else ""
-            found = replace(found, differs=(*found.differs, f"{what}{how}: {why}."))
+        agrees = reads_alone if not ragged else reads_both if is_quantised else reads_blocks
+        why = _attach_if(model, arena, agrees, ranks, adapters)
+        if why is None:
+            return replace(found, ragged=ragged, is_attached=True, by_member=is_by_member(model))
+        own.batch, own.pads = None, False
+        what = "A batch whose blocks are read in place" if ragged else "One sequence"
+        how = ", one member after another" if adapters is None and ragged else ""
+        found = replace(found, differs=(*found.differs, f"{what}{how}: {why}."))
     return found
 
 
@@ -227,7 +284,9 @@ def _leaves_padding_out(own: _OwnLogits, arena: KVArena, ranks: Ranks) -> bool:
     try:
         with without_collectives(model):
             why = (
-                _difference(own, lambda: make_prompt_cache(model, arena), True)
+                None
+                if own.pads
+                else _difference(own, lambda: make_prompt_cache(model, arena), True)
                 if found.ragged
                 else _difference(_OwnLogits(model), lambda: _stock_caches(model), True)
             )
@@ -247,15 +306,54 @@ def _difference(
     `pads`: prompts are computed together, shorter ones padded.
     """
 
-    def in_a_batch() -> mx.array:
+    def in_a_batch() -> list[Any]:
         caches = [make_caches() for _ in prompts]
         if not pads:
             for each, prompt in zip(caches, prompts, strict=True):
                 _logits(own.model, [prompt], each)
         batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
-        return _batch_logits(own.model, batch, prompts if pads else [])
+        # In two parts: what is padded then continues states, too.
+        for part in (slice(2), slice(2, None)) if pads else ():
+            mx.eval(padded_forward(own.model, [prompt[part] for prompt in prompts], batch))
+        return batch
 
-    return _compared(own, in_a_batch, prompts)
+    return _batch_compared(own, in_a_batch, prompts)
+
+
+def _difference_joined(own: _OwnLogits, arena: KVArena) -> str | None:
+    """What differs between the logits of a batch with padding and those of single sequences, in
+    words. One sequence joins with states, and the other one is padded without and with some.
+    """
+    model, (long, short) = own.model, PROMPTS
+
+    def in_a_batch() -> list[Any]:
+        caches = [make_prompt_cache(model, arena) for _ in PROMPTS]
+        _logits(model, [long[:2]], caches[0])
+        batch = batch_of(caches)
+        for tokens in ([long[2:4], short[:1]], [long[4:], short[1:]]):
+            mx.eval(padded_forward(model, tokens, batch))
+        return batch
+
+    return _batch_compared(own, in_a_batch, PROMPTS)
+
+
+def _batch_compared(
+    own: _OwnLogits, begin: Callable[[], list[Any]], prompts: list[list[int]]
+) -> str | None:
+    """_compared() of a batch that begin() returns after its prompts. What agrees is tried further,
+    unless long prompts need its blocks.
+    """
+    own.batch = None
+    batch: list[Any] = []
+
+    def in_a_batch() -> mx.array:
+        batch[:] = begin()
+        return _last_logits(own.model, batch, [[token] * 2 for token in NEXT])
+
+    why = _compared(own, in_a_batch, prompts)
+    if why is None and own.in_one and not sources_of(own.model):
+        own.batch = batch
+    return why
 
 
 def _agrees_by_rows(own: _OwnLogits, arena: KVArena, prompts: list[list[int]]) -> bool:
@@ -264,53 +362,57 @@ def _agrees_by_rows(own: _OwnLogits, arena: KVArena, prompts: list[list[int]]) -
     """
     if arena.state_leaves or any(isinstance(leaf, ChunkLayer) for leaf in arena.spec.leaves):
         return False
-    model = own.model
+    model, (begun, (first, second), count) = own.model, own.take_batch()
 
     def by_rows() -> mx.array:
-        caches = [make_prompt_cache(model, arena) for _ in prompts]
-        for each, prompt in zip(caches, prompts, strict=True):
-            _logits(model, [prompt], each)
-        batch = batch_of(caches)
+        batch = begun or batch_of(_begun(model, arena, prompts))
         # One row of each is kept; then the last row of each is compared.
         begin_rows(batch, [3, 2])
-        _logits(model, [NEXT[0], [8], [9], NEXT[0], [6]], batch)
+        _logits(model, [first, [8], [9], first, [6]], batch)
         commit_rows(batch, [1, 1])
         begin_rows(batch, [1, 2])
-        logits = _logits(model, [NEXT[1], NEXT[1], [7]], batch)
+        logits = _logits(model, [second, second, [7]], batch)
         commit_rows(batch, [1, 1])
         return logits[:2, -1]
 
-    return _compared(own, by_rows, prompts) is None
+    return _compared(own, by_rows, prompts, count) is None
 
 
 def _agrees_rolled_back(own: _OwnLogits, arena: KVArena, prompts: list[list[int]]) -> bool:
     """Return whether sequences of which some tokens are rolled back have the logits of mlx-lm's
     caches.
     """
-    model = own.model
+    model, (begun, (first, second), count) = own.model, own.take_batch()
 
     def rolled_back() -> mx.array:
-        caches = [make_prompt_cache(model, arena) for _ in prompts]
-        for each, prompt in zip(caches, prompts, strict=True):
-            _logits(model, [prompt], each)
-        more = len(prompts) - 1
-        layers = batch_of(caches) if more else caches[0]
+        more, layers = len(prompts) - 1, begun
+        if layers is None:
+            caches = _begun(model, arena, prompts)
+            layers = batch_of(caches) if more else caches[0]
         # Of the first sequence some tokens are rejected, and all of the second are kept.
-        pending = PendingTokens(model, layers, [[*NEXT[0], 8, 9], *[NEXT[0]] * more])
+        pending = PendingTokens(model, layers, [[*first, 8, 9], *[first] * more])
         held = pending.accept([1] * len(prompts))
         # The rows of the first that are computed again come before its next one.
-        again = NEXT[0] * (1 - held[0])
-        tokens = [[*again, *NEXT[1], 7], *[NEXT[1]] * more]
+        again = first * (1 - held[0])
+        tokens = [[*again, *second, 7], *[second] * more]
         logits = PendingTokens(model, pending.layers, tokens).logits
         return logits[mx.array([len(again), *[len(tokens[0])] * more])]
 
-    return _compared(own, rolled_back, prompts) is None
+    return _compared(own, rolled_back, prompts, count) is None
+
+
+def _begun(model: Any, arena: KVArena, prompts: list[list[int]]) -> list[list[Any]]:
+    """Pooled caches of each prompt, computed alone."""
+    caches = [make_prompt_cache(model, arena) for _ in prompts]
+    for each, prompt in zip(caches, prompts, strict=True):
+        _logits(model, [prompt], each)
+    return caches
 
 
 def _difference_alone(own: _OwnLogits, arena: KVArena) -> str | None:
     """What differs between the logits of a prompt in two parts on pooled caches and on mlx-lm's."""
     model, prompt = own.model, PROMPTS[0]
-    parts = [prompt[:4], prompt[4:], *NEXT]
+    parts = [[part] for part in (prompt[:4], prompt[4:], *NEXT)]
     return _compared(
         own, lambda: _last_logits(model, make_prompt_cache(model, arena), parts), [prompt]
     )
@@ -319,30 +421,69 @@ def _difference_alone(own: _OwnLogits, arena: KVArena) -> str | None:
 class _OwnLogits:
     """Logits of prompts alone, on mlx-lm's caches that hold what the blocks of `spec` hold, each
     computed once.
+
+    in_one: whether a prompt and what follows it are computed in one forward. Caches of plugins and
+            quantised ones may hold other numbers of what they have just computed with.
+    batch:  PROMPTS on pooled caches after NEXT, which agreed and can be tried further.
+    pads:   whether a batch with padding has agreed.
     """
 
     def __init__(self, model: Any, spec: ModelCacheSpec | None = None) -> None:
         self.model, self.spec = model, spec
+        self.in_one = spec is not None and spec.bits is None and spec.source is None
+        self.batch: list[Any] | None = None
+        self.pads = False
         self._known: dict[tuple[int, ...], mx.array] = {}
 
-    def after(self, prompt: list[int]) -> mx.array:
-        """[1, vocabulary] after a prompt and NEXT."""
-        key, model = tuple(prompt), self.model
-        if key not in self._known:
+    def take_batch(self) -> tuple[list[Any] | None, list[list[int]], int]:
+        """`batch`, for one use; the two tokens that follow it, or else a prompt; and how many of
+        NEXT and FURTHER those end.
+        """
+        batch, self.batch = self.batch, None
+        if batch is None:
+            return None, NEXT, len(NEXT)
+        return batch, FURTHER, len(NEXT + FURTHER)
+
+    def after(self, prompt: list[int], count: int = len(NEXT)) -> mx.array:
+        """[1, vocabulary] after a prompt and `count` of NEXT and FURTHER."""
+        key, model, following = tuple(prompt), self.model, [*NEXT, *FURTHER]
+        if key not in self._known or len(self._known[key]) <= count:
+            parts = [prompt, *following[:count]]
+            if self.in_one:
+                parts = [[*prompt, *(token for (token,) in following)]]
             with detached(model):
                 caches = _stock_caches(model, self.spec)
-                self._known[key] = _last_logits(model, caches, [prompt, *NEXT])
-        return self._known[key]
+                rows = mx.concatenate([_logits(model, [part], caches)[0] for part in parts])
+            self._known[key] = rows[len(prompt) - 1 :]
+        return self._known[key][count : count + 1]
+
+    def compute_apart(self) -> bool:
+        """Compute what follows a prompt token by token from now on. Returns whether it was not."""
+        was_in_one, self.in_one = self.in_one, False
+        self._known.clear()
+        return was_in_one
+
+    def sample(self, prompt: list[int]) -> tuple[tuple[int, float], ...]:
+        """The tokens with the largest logits after a prompt, and these."""
+        row = self.after(prompt, 0)[0].astype(mx.float32)
+        values: Any = mx.where(mx.isfinite(row), row, 0).tolist()
+        tokens = sorted(range(len(values)), key=lambda token: -abs(values[token]))[:SAMPLED]
+        return tuple((token, values[token]) for token in tokens)
 
 
 def _compared(
-    own: _OwnLogits, compute: Callable[[], mx.array], prompts: list[list[int]]
+    own: _OwnLogits,
+    compute: Callable[[], mx.array],
+    prompts: list[list[int]],
+    count: int = len(NEXT),
 ) -> str | None:
-    """What differs between computed logits and those of each prompt alone; None if nothing does."""
+    """What differs between computed logits and those of each prompt alone after `count` tokens
+    more; None if nothing does.
+    """
     model, spec = own.model, own.spec
     try:
         found = compute()
-        alone = [own.after(prompt) for prompt in prompts]
+        alone = [own.after(prompt, count) for prompt in prompts]
     except PoolExhaustedError as error:
         if spec is None or max(map(len, prompts)) <= len(PROMPTS[0]):
             raise
@@ -353,17 +494,26 @@ def _compared(
         # Other errors come back on the path that is taken instead.
         log.info("%s does not run this way: %s", type(model).__module__, error)
         return f"{type(error).__name__}: {str(error)[:200]}"
-    needed = mx.concatenate(alone).astype(mx.float32)
     tolerance = _tolerance(found.dtype == mx.float32, None if spec is None else spec.bits)
-    off = mx.abs(found.astype(mx.float32) - needed).max() / mx.maximum(mx.abs(needed).max(), 1e-30)
+    off = _apart(found, alone)
+    if tolerance < off <= NEAR * tolerance and own.compute_apart():
+        off = _apart(found, [own.after(prompt, count) for prompt in prompts])
     # NaN is no less than anything.
-    if (off <= tolerance).item():
+    if off <= tolerance:
         return None
-    lengths = " and ".join(str(len(prompt) + len(NEXT)) for prompt in prompts)
+    lengths = " and ".join(str(len(prompt) + count) for prompt in prompts)
     return (
-        f"logits after {lengths} tokens differ by {off.item():.2g} of the largest from those of "
+        f"logits after {lengths} tokens differ by {off:.2g} of the largest from those of "
         "the model's own caches"
     )
+
+
+def _apart(found: mx.array, needed: list[mx.array]) -> float:
+    """The largest difference, in parts of the largest logit."""
+    rows = mx.concatenate(needed).astype(mx.float32)
+    off = mx.abs(found.astype(mx.float32) - rows).max()
+    found_off: Any = (off / mx.maximum(mx.abs(rows).max(), 1e-30)).item()
+    return float(found_off)
 
 
 def _tolerance(in_float32: bool, bits: KVBits | None) -> float:
@@ -376,22 +526,10 @@ def _tolerance(in_float32: bool, bits: KVBits | None) -> float:
     return 0.2 if 4 in (bits.keys, bits.values) and not in_float32 else 5e-2
 
 
-def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.array:
-    """Logits [2, vocabulary] after two prompts, which are still to be computed, or none, and two
-    tokens more.
-    """
-    # In two parts: what is padded then continues states, too.
-    for part in (slice(2), slice(2, None)) if prompts else ():
-        mx.eval(padded_forward(model, [prompt[part] for prompt in prompts], batch))
-    for token in NEXT:
-        logits = _logits(model, [token] * 2, batch)
-    return logits[:, -1]
-
-
-def _last_logits(model: Any, caches: list[Any], parts: list[list[int]]) -> mx.array:
-    """Logits [1, vocabulary] of one sequence after its last part."""
+def _last_logits(model: Any, caches: list[Any], parts: list[list[list[int]]]) -> mx.array:
+    """Logits [sequences, vocabulary] after the last part of the tokens of each."""
     for tokens in parts:
-        logits = _logits(model, [tokens], caches)
+        logits = _logits(model, tokens, caches)
     return logits[:, -1]
 
 

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,7 +114,6 @@ class LoadedModel:
         self.path_facts: PathFacts | None = None
         self.live: dict[int, Reply] = {}
         self.num_embedding = 0
-        self.vocab_size = 0
         self.weights_bytes = self.read_bytes = self.pool_bytes = 0
         self.ready = self.used = time.monotonic()
         self.keeps: dict[str | None, float] = {}
@@ -171,7 +171,6 @@ class LoadedModel:
         self.pool_bytes = pool_bytes
         self._open_caches(pool_bytes)
         log.info("%s is served with %s", self.provider.name, self.how)
-        self.vocab_size = self.provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
         self.form_tokens = tokens_of(self.provider.tokenizer, self.provider.name)
         self.open_engine()
         if self.prefix is not None:
@@ -294,6 +293,11 @@ class LoadedModel:
     def is_busy(self) -> bool:
         """Return whether it serves requests."""
         return bool(self.live or self.num_embedding)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The tokens that the model has logits of, by a forward pass that is not evaluated."""
+        return int(self.provider.model(mx.zeros((1, 1), mx.int32)).shape[-1])
 
     @property
     def positions(self) -> int | None:

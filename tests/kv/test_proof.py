@@ -262,6 +262,21 @@ def test_the_models_own_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch
     assert len(made) == len(probing.PROMPTS)
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("llama", 13), ("gemma3", 13), ("gpt_oss", 13), ("lfm2", 15), ("mamba2", 15)]
+)
+def test_a_model_is_described_and_tried_in_few_forward_passes(
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(CONFIGS[name])
+    calls, own = list[Any](), type(model).__call__
+    monkeypatch.setattr(
+        type(model), "__call__", lambda *args, **given: calls.append(args) or own(*args, **given)
+    )
+    assert BlockPoolBatchEngine.open(model, ROOMY).caches.ragged
+    assert 0 < len(calls) <= most
+
+
 @pytest.mark.parametrize("name", only(["llama", "gpt_oss", "qwen3_next"], "llama"))
 def test_a_pool_too_small_for_a_right_spec_says_what_is_needed(
     name: str, monkeypatch: pytest.MonkeyPatch
