@@ -7,12 +7,17 @@ an installed plugin overrides a bundled one.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import inspect
 import io
 import logging
+import os
+import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pluggy
@@ -255,6 +260,32 @@ def versions() -> list[str]:
     installed = (f"{d.metadata['Name']} {d.version}" for _, d in manager.list_plugin_distinfo())
     adapters = (f"adapter {a.name}" for a in attention_adapters(manager) if a.source)
     return [*installed, *adapters]
+
+
+def code_digest(modules: Iterable[str]) -> str:
+    """32 hex digits for the code of this package, of the packages of all plugins, and of some
+    imported modules. Code without a file has other digits in each process.
+    """
+    manager = make_plugin_manager()
+    packages = {__package__, PACKAGE}
+    for plugin in manager.get_plugins():
+        where = plugin if inspect.ismodule(plugin) or inspect.isclass(plugin) else type(plugin)
+        name = where.__name__ if inspect.ismodule(where) else where.__module__
+        packages.add(name.partition(".")[0])
+    files, unknown = set[Path](), b""
+    for name in packages | {*modules}:
+        module = sys.modules.get(name)
+        file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
+        if name in packages and folders is not None:
+            files |= {each for folder in folders for each in Path(folder).rglob("*.py")}
+        elif file is not None:
+            files.add(Path(file))
+        else:
+            unknown += os.urandom(16)
+    found = hashlib.blake2b(unknown, digest_size=16)
+    for each in sorted(files):
+        found.update(each.read_bytes())
+    return found.hexdigest()
 
 
 def provided_spec(

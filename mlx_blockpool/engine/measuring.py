@@ -21,18 +21,25 @@ from ..config import EngineConfig
 from ..drafts.curve import CostCurve
 from ..errors import MeasuringStoppedError, PoolExhaustedError, UnmeasurableError
 from ..kv.arena import KVArena
+from ..kv.build import Probe
+from ..kv.capabilities import Capabilities
 from ..kv.cost_model import PathCosts
 from ..kv.decode_policy import device
 from ..kv.measuring import SECONDS, measure_curve, no_interrupt
 from ..kv.path_measuring import measure_paths
+from ..kv.probe import confirms, probe
+from ..kv.proof import TOO_SMALL
 from ..model_files.device import WiredLimit
+from ..plugins import code_digest
+from ..ranks.group import Ranks
 from ..store.measurements import MeasuredOn, Measurements
 from .caches import Caches, PooledCaches
 
 log = logging.getLogger(__name__)
 
-CURVE, PATHS = "curve", "paths"
+CURVE, PATHS, PROOF = "curve", "paths", "proof"
 _CURVE, _PATHS = TypeAdapter(CostCurve), TypeAdapter(dict[int, PathCosts])
+_PROOF = TypeAdapter(Capabilities)
 
 C = TypeVar("C", bound=Caches)
 Figures = TypeVar("Figures")
@@ -45,8 +52,34 @@ def device_name() -> str:
 
 def measured_on(model: Any, arena: KVArena) -> MeasuredOn:
     """What the figures of this model in this pool depend on."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-blockpool"))
-    return MeasuredOn(device_name(), versions, arena.spec.fingerprint(), _digest(model))
+    return MeasuredOn(device_name(), _versions(), arena.spec.fingerprint(), _digest(model))
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-blockpool"))
+
+
+def remembering(measurements: Measurements, weights: str, name: str) -> Probe:
+    """probe() for the model `name`, whose weights and config have the identity `weights`.
+
+    What it finds is remembered with these, the versions and the code of all that computes, the
+    device and the caches. While none of them changes, one forward confirms it at the next load.
+    """
+
+    def probed(model: Any, arena: KVArena, ranks: Ranks) -> Capabilities:
+        modules = {type(module).__module__ for _, module in model.named_modules()}
+        code = f"{_versions()}, code {code_digest(modules)}, path {arena.decode.path}"
+        on = MeasuredOn(device_name(), code, arena.spec.fingerprint(), weights)
+        known = _remembered(_PROOF, measurements.figures(on).get(PROOF))
+        if known is not None and confirms(model, arena, known):
+            return known
+        found = probe(model, arena, ranks)
+        # A larger pool may be able to do more.
+        if not any(TOO_SMALL in why for why in found.differs):
+            measurements.save(on, name, {PROOF: _PROOF.dump_python(found, mode="json")})
+        return found
+
+    return probed
 
 
 def measured(

@@ -7,6 +7,7 @@ Server, command line and scripts all come here. Owned by the generation thread.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,9 @@ from .probe import probe
 from .shards import agreed, need_whole, without_collectives
 
 log = logging.getLogger(__name__)
+
+# Finds out what a model can do with a pool, as probe() does.
+Probe = Callable[[Any, KVArena, Ranks], Capabilities]
 
 # The first tokens that windows of max_kv_size tokens retain, as in mlx-lm.
 KEPT_TOKENS = 4
@@ -107,7 +111,12 @@ def open_pool(
 
 
 def open_served(
-    model: Any, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig, ranks: Ranks = ALONE
+    model: Any,
+    spec: ModelCacheSpec,
+    pool_bytes: int,
+    config: PoolConfig,
+    ranks: Ranks = ALONE,
+    probe: Probe = probe,
 ) -> KVArena:
     """A pool for a model that an engine serves, `pool_bytes` at most. Attaches the model if its
     batches can be ragged.

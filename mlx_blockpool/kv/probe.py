@@ -85,7 +85,7 @@ def probe(
         # Its blocks are free for what follows.
         own.batch = None
         no_kernel = refused_kernels(model, arena, ranks)
-        kernels = frozenset(range(len(arena.spec.groups))) - no_kernel.keys()
+        kernels = frozenset(range(len(arena.spec.groups))).difference(no_kernel)
         batched = found.ragged and (found.pads_states or not arena.state_leaves)
         with without_collectives(model):
             sample = tuple(map(own.sample, PROMPTS if batched else PROMPTS[:1]))

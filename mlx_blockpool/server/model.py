@@ -11,10 +11,11 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -26,8 +27,9 @@ from ..engine.opening import wrap
 from ..engine.request import Event, Failed, Progress, Request, Restoring, Started, Token
 from ..engine.sequence import Sequence as Suspended
 from ..engine.stock import GuardedPromptCache, StockCaches
-from ..errors import FormError, PluginError
-from ..kv.build import open_served
+from ..errors import FormError, PluginError, StoreError
+from ..kv.build import Probe, open_served
+from ..kv.probe import probe
 from ..model_files.device import trim_memory
 from ..model_files.modelfile import positions_of
 from ..prefix.changes import AllCleared
@@ -64,6 +66,17 @@ class Driver(Protocol):
     def reset(self) -> list[int]: ...
 
 
+class Speeds(Protocol):
+    """What is remembered of models.
+
+    at_load:  adds the measured costs of its steps to the caches of a model that is being loaded.
+    probe_of: probe() for the model `name`, whose weights have the identity `weights`.
+    """
+
+    def at_load(self, model: LoadedModel, caches: PooledCaches) -> PooledCaches: ...
+    def probe_of(self, name: str, weights: str) -> Probe: ...
+
+
 class LoadedModel:
     """A model from prepare() to close(), with its requests.
 
@@ -87,8 +100,7 @@ class LoadedModel:
     form_tokens:   what structured outputs need of its tokenizer; None if it supports none.
     has_met_limits: whether a reply has exceeded the limits of its grammar since the generator last
     reset this.
-    measured:      adds the measured costs of its steps to the caches of a model that is being
-                   loaded.
+    speeds:        what is remembered of its speed and of what it was proven to do.
     """
 
     path_facts_type = PathFacts
@@ -99,7 +111,7 @@ class LoadedModel:
         provider: BlockpoolModelProvider,
         config: ServerConfig,
         events: ModelEvents,
-        measured: Callable[[LoadedModel, PooledCaches], PooledCaches],
+        speeds: Speeds,
     ) -> None:
         self.key = key
         self.provider = provider
@@ -122,7 +134,7 @@ class LoadedModel:
         self.report: dict[str, Any] = {"backend": None}
         self.form_tokens: FormTokens | None = None
         self.has_met_limits = False
-        self._config, self._measured = config, measured
+        self._config, self._speeds = config, speeds
         self._spec: ModelCacheSpec | None = None
         self._no_pool = ""
         self._drafted: DraftedPrefix | None = None
@@ -209,13 +221,22 @@ class LoadedModel:
         self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)
 
     def _open_pooled(self, spec: ModelCacheSpec, pool_bytes: int) -> None:
-        arena = open_served(self.provider.model, spec, pool_bytes, self._config.pool, self.ranks)
+        weights, found = "", cast(Probe, probe)
+        if self.hashing is not None and self.ranks.decides:
+            # store_of() says what is wrong with them.
+            with suppress(StoreError):
+                weights = self.hashing.result()
+        if weights:
+            found = self._speeds.probe_of(self.provider.name, weights)
+        arena = open_served(
+            self.provider.model, spec, pool_bytes, self._config.pool, self.ranks, found
+        )
         store = caches.store_of(self.provider, self._config.store, arena.spec, self.hashing)
         # Before the store is opened, so that its budget spares the records of pinned agents.
         self._open_agents(store)
         try:
             opened = wrap(arena, self._config.pool, store, self.ranks)
-            self.caches = self._measured(self, opened)
+            self.caches = self._with_costs(opened)
         except Exception:
             # Nothing else refers to the store's threads.
             if store is not None:
@@ -226,6 +247,9 @@ class LoadedModel:
         if self.agents is not None:
             self.agents.attend(self.path_facts)
         caches.warn_of_few_checkpoints(self.prefix)
+
+    def _with_costs(self, caches: PooledCaches) -> PooledCaches:
+        return self._speeds.at_load(self, caches)
 
     def _open_agents(self, store: PromptStore | None) -> None:
         self.agents = ServedAgents(self.provider.name, store)

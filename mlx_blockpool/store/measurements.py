@@ -2,8 +2,8 @@
 starts.
 
 Hints: figures decide what is faster, never what is right, and without them a model is measured
-again. Knows names; what the figures say is known to those that measure. Any thread may call
-anything here.
+again. What a model was proven to do is confirmed before it is used. Knows names; what the figures
+say is known to those that measure. Any thread may call anything here.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ...config import EngineConfig, ServerConfig
 from ...engine.caches import PooledCaches
-from ...engine.measuring import measured
+from ...engine.measuring import measured, remembering
 from ...errors import (
     BadModelError,
     DisagreeError,
@@ -30,7 +30,7 @@ from ...errors import (
     ModelNotFoundError,
     PoolExhaustedError,
 )
-from ...kv.build import default_pool_bytes
+from ...kv.build import Probe, default_pool_bytes
 from ...model_files import device
 from ...store.measurements import Measurements
 from ...tier.opening import measurements_of
@@ -201,9 +201,7 @@ class ModelRegistry:
 
     def make(self, key: ModelKey) -> LoadedModel:
         provider = BlockpoolModelProvider(self.template.cli_args, self.template.ranks)
-        return self.model_class(
-            key, provider, self._server, self.events_of(key), self.speeds.at_load
-        )
+        return self.model_class(key, provider, self._server, self.events_of(key), self.speeds)
 
     def add(self, model: LoadedModel) -> None:
         """Take a model that was loaded.
@@ -583,7 +581,8 @@ class ModelSwap:
 
 
 class ModelSpeeds:
-    """Measures how fast models are once the server is quiet. What was measured is remembered.
+    """Measures how fast models are once the server is quiet. What was measured is remembered, and
+    what they were proven to do.
 
     has_arrivals: whether something arrived that the thread has not taken yet.
     """
@@ -601,6 +600,9 @@ class ModelSpeeds:
     def at_load(self, model: LoadedModel, caches: PooledCaches) -> PooledCaches:
         """The caches of a model that is being loaded, with the figures that are remembered."""
         return self._measured(model, caches, _stop)
+
+    def probe_of(self, name: str, weights: str) -> Probe:
+        return remembering(self._measurements, weights, name)
 
     def catch_up(self) -> None:
         """Measure loaded models that are not measured yet, if the server is quiet, until

@@ -88,10 +88,13 @@ class SharedModel(LoadedModel):
 
     def open(self, pool_bytes: int) -> None:
         self._spec = describe(self.provider.model, ranks=self.ranks)
-        # Ranks would have to measure together: each has other figures, and takes another number of
-        # readings.
-        self._measured = lambda model, caches: caches
         super().open(pool_bytes)
+
+    def _with_costs(self, caches: PooledCaches) -> PooledCaches:
+        """Ranks would have to measure together: each has other figures, and takes another number
+        of readings.
+        """
+        return caches
 
     def _open_agents(self, store: PromptStore | None) -> None:
         if self.ranks.rank == 0:
