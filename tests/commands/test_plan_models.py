@@ -410,6 +410,7 @@ def test_a_plan_of_a_full_size_model_takes_little(here: Path, name: str) -> None
     assert found["cpu"] < 3
 
 
+@pytest.mark.thorough
 def test_a_plan_of_all_of_them_takes_little(here: Path) -> None:
     found = measured(*given(*MODELS, *OTHERS), "--memory", "24GB")
     assert found["bytes"] < 200 * 10**6

@@ -11,6 +11,7 @@ import pytest
 from engine.engines import attached, open_prefix, stock_model
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+from thorough import only
 
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
@@ -85,6 +86,7 @@ def test_a_list_is_taken_whole_or_not_at_all(wrong: Request, error: type[Excepti
     assert engine.insert(Request([5])) == 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_given_caches_are_gone_on_from_and_stay_as_they_are(name: str, pooled: bool) -> None:
@@ -144,7 +146,7 @@ def test_a_request_is_removed_in_the_middle_of_its_prompt(name: str) -> None:
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only(NAMES, "lfm2"))
 def test_an_extract_in_mid_reply_goes_on_by_itself(name: str) -> None:
     engine = open_engine(name)
     prompts = [prompt(1, 300), prompt(2, 280)]

@@ -281,7 +281,10 @@ LONG: Any = {
 NO_DRAFTS = {"most_drafted": 0}
 
 
-@pytest.mark.parametrize(("curve", "jumps"), [(FLAT, True), (LINEAR, False), (None, False)])
+@pytest.mark.parametrize(
+    ("curve", "jumps"),
+    [(FLAT, True), (LINEAR, False), pytest.param(None, False, marks=pytest.mark.thorough)],
+)
 def test_next_to_others_a_run_jumps_where_that_pays_by_the_measured_curve(
     curve: CostCurve | None, jumps: bool
 ) -> None:

@@ -62,7 +62,7 @@ def run(name: str, requests: list[Arrival], promised: int, **more: Any) -> None:
     assert_nothing_held(prefix)
 
 
-@tried(4, 240)
+@tried(2, 240)
 @given(name=st.sampled_from(NAMES), **SCHEDULES)
 def test_replies_of_a_schedule_on_the_kernel_are_those_of_single_stock_sequences(
     name: str, requests: list[Arrival], **more: Any
@@ -78,7 +78,7 @@ def test_replies_of_a_swapped_out_crowd_on_the_kernel_are_too(
     run(name, requests, **more)
 
 
-@tried(3, 100)
+@tried(2, 100)
 @given(
     name=st.sampled_from(PLAIN),
     **{**SCHEDULES, **DRAFTED, "requests": arrivals(**{**PARTS, "schema": st.none()})},

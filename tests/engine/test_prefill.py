@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_engine, serve, words
+from thorough import only
 
 from mlx_blockpool.engine import engine as engine_module
 from mlx_blockpool.engine.request import Request
@@ -213,7 +214,7 @@ def test_decode_has_its_share_of_the_time_while_prompts_wait(
     assert before[6] - before[2] in (4 * expected, 4 * expected + bool(expected))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("name", only(["lfm2", "qwen3_5"], "lfm2"))
 def test_prompts_with_states_are_computed_together_up_to_their_own_checkpoints(name: str) -> None:
     """Four prompts after a shared prefix, of which two have a checkpoint within."""
     engine, prefix = make_engine(name, prefill_tokens=512)

@@ -45,7 +45,7 @@ def run(name: str, *schedule_of: Any, promised: int, **more: Any) -> None:
     assert_nothing_held(prefix)
 
 
-@pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "gpt_oss", "lfm2"))
+@pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "lfm2"))
 @tried(3, 300)
 @given(**SCHEDULES)
 def test_replies_of_a_schedule_are_those_of_single_stock_sequences(
@@ -73,7 +73,7 @@ def test_replies_of_a_schedule_over_quantised_blocks_of_any_kind_are_too(
 
 
 @pytest.mark.parametrize("name", only(QUANTISED, "gemma3_text K8V8"))
-@tried(3, 120)
+@tried(2, 120)
 @given(**SCHEDULES)
 def test_replies_of_a_schedule_over_quantised_blocks_are_too(
     name: str, requests: list[Arrival], **more: Any
@@ -81,7 +81,7 @@ def test_replies_of_a_schedule_over_quantised_blocks_are_too(
     run(name, requests, **more)
 
 
-@pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "gpt_oss", "lfm2"))
+@pytest.mark.parametrize("name", only(PLAIN, "gpt_oss", "lfm2"))
 @tried(2, 150)
 @given(**CROWDS)
 def test_replies_of_a_crowd_that_is_swapped_out_are_those_of_single_stock_sequences(

@@ -22,9 +22,7 @@ from thorough import only
 from mlx_blockpool.engine import scheduler
 from mlx_blockpool.engine.request import Request, Started
 
-RAGGED = only(
-    ["llama", "gemma3_text", "gpt_oss", "llama K8V8", "gemma3_text K4V4"], "gemma3_text", "gpt_oss"
-)
+RAGGED = only(["llama", "gemma3_text", "gpt_oss", "llama K8V8", "gemma3_text K4V4"], "gemma3_text")
 COMMON = words(1, 500)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, attached, make_engine, words
+from thorough import only
 
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
@@ -16,8 +17,11 @@ PROMPTS = [words(1, 300), words(2, 40), words(3, 500)]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "gpt_oss K8V8", "lfm2 K8V4"])
-@pytest.mark.parametrize("steps", [0, 1, 3, 5, 9, 14])
+@pytest.mark.parametrize(
+    "name",
+    only(["llama", "gemma3_text", "lfm2", "gpt_oss K8V8", "lfm2 K8V4"], "gemma3_text", "lfm2"),
+)
+@pytest.mark.parametrize("steps", only([0, 1, 3, 5, 9, 14], 0, 5))
 @pytest.mark.parametrize("forgets", [False, True])
 def test_requests_go_on_in_another_engine(name: str, steps: int, forgets: bool) -> None:
     """`forgets`: nothing of what was computed is known any more, as where nothing is on disk."""

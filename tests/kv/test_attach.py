@@ -122,6 +122,7 @@ def test_a_mask_of_a_longer_window_than_the_caches_have_is_that_of_each_member()
         assert distance(needed[-1:], [logits]) < [1e-5]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bits", [None, KVBits()])
 @pytest.mark.parametrize("name", ["iquestloopcoder", "minimax_m3_vl"])
 def test_attention_in_several_methods_reads_blocks(name: str, bits: KVBits | None) -> None:

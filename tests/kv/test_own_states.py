@@ -25,7 +25,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from models import make_model
 from store.stores import open_store
-from thorough import only
+from thorough import only, tried
 
 from mlx_blockpool import plugins
 from mlx_blockpool.config import PoolConfig
@@ -182,7 +182,7 @@ WRONG: dict[str, tuple[tuple[Any, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", only(WRONG, "no position", "an object", "takes more"))
+@pytest.mark.parametrize("case", only(WRONG, "no position", "takes more"))
 def test_with_a_wrong_adapter_the_model_runs_on_its_own_caches(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +391,7 @@ values = st.recursive(
 )
 
 
+@tried(30, 200)
 @given(values)
 def test_what_was_saved_comes_back(saved: Any) -> None:
     assert same(from_arrays(as_arrays(saved)), saved)

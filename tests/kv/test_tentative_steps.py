@@ -153,7 +153,7 @@ def test_rows_have_the_logits_of_single_tokens(name: str) -> None:
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", only(MODELS, "llama", "gpt_oss"))
+@pytest.mark.parametrize("name", only(MODELS, "llama"))
 @pytest.mark.parametrize(
     "bits",
     only([None, KVBits(8, 8), KVBits(4, 4, 32), KVBits(8, None)], None, KVBits(4, 4, 32)),

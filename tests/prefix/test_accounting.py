@@ -171,6 +171,7 @@ def test_of_states_those_go_first_that_a_conversation_has_left_behind() -> None:
 # -- random schedules ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["full", "window", "hybrid", "composite", "states alone"])
 @pytest.mark.parametrize("seed", seeds(2, 10))
 def test_charges_are_exact_whatever_happens(tmp_path: Path, name: str, seed: int) -> None:

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
+from thorough import only
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.arena import KVArena
@@ -66,7 +67,7 @@ def talk(known: Any, model: Any, turns: list[list[int]], make: Any) -> tuple[lis
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("pooled", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only(NAMES, "llama", "lfm2"))
 def test_a_script_for_mlx_lms_prompt_cache_gets_the_same_replies(name: str, pooled: bool) -> None:
     """The caches of its first turn are mlx-lm's own, or pooled."""
     model = model_of(name)

@@ -289,6 +289,7 @@ def test_what_is_for_memory_is_not_written_until_somebody_goes_on_from_it(
 # -- random schedules ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["full", "window", "hybrid", "states alone"])
 @pytest.mark.parametrize("seed", seeds(2, 12))
 def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: int) -> None:

@@ -42,7 +42,7 @@ afterwards = st.none() | st.tuples(
 
 
 @tried(
-    15,
+    6,
     1500,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -104,6 +104,7 @@ def test_what_a_conversation_has_left_behind_is_not_written(tmp_path: Path) -> N
     assert again.answer([*prompt, 1]) == len(prompt)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("seed", seeds(2, 6))
 def test_any_history_gives_the_right_states(

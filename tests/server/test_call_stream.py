@@ -214,7 +214,7 @@ def test_every_parser_of_mlx_lm_has_a_reader() -> None:
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-@settings(max_examples=many(15, 800), deadline=None)
+@settings(max_examples=many(8, 800), deadline=None)
 @given(st.lists(CALLS, min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_the_parts_of_calls_are_the_whole_calls(
     parser: str, calls: list[tuple[str, Any]], draw: random.Random
@@ -370,7 +370,7 @@ def test_a_literal_that_is_not_json_is_malformed() -> None:
 @pytest.mark.parametrize("parser", PARSERS)
 # Python warns of escapes in malformed literals, with text that workers of pytest cannot send.
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
-@settings(max_examples=many(20, 6200), deadline=None)
+@settings(max_examples=many(8, 6200), deadline=None)
 @given(
     st.lists(CALLS, min_size=1, max_size=2),
     st.lists(

@@ -29,7 +29,6 @@ def known_and_cached(server: Client) -> tuple[int, int]:
     ("name", "turns"),
     [
         ("llama", 5),
-        ("gemma3_text", 3),
         *(pytest.param(n, 12, marks=pytest.mark.thorough) for n in SHARES),
     ],
 )

@@ -99,6 +99,7 @@ def longest_wait(world: World) -> float:
     return max(waited for _, number, waited in world.started if number < 10_000)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gap", [4, 10, 25])
 @pytest.mark.parametrize("name", [name for name in LOOPS if not name.startswith("bob's")])
 def test_a_loop_of_commands_takes_a_neighbours_model_away_once(name: str, gap: int) -> None:
@@ -107,6 +108,7 @@ def test_a_loop_of_commands_takes_a_neighbours_model_away_once(name: str, gap: i
     assert longest_wait(world) <= SHORT
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gap", [4, 10, 25, 200])
 @pytest.mark.parametrize("name", [name for name in LOOPS if name.startswith("bob's")])
 def test_a_keep_alive_of_one_key_never_takes_a_model_from_another(name: str, gap: int) -> None:

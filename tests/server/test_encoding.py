@@ -86,6 +86,7 @@ PARTS = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@tried(25, 200)
 @given(texts=st.lists(st.tuples(PARTS, st.integers(0, 5), st.integers(0, 200)), min_size=2))
 def test_texts_that_begin_alike_have_the_tokens_of_whole_texts(
     kind: str, texts: list[tuple[str, int, int]]
@@ -106,7 +107,7 @@ def test_texts_that_begin_alike_have_the_tokens_of_whole_texts(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@tried(20, 500)
+@tried(10, 500)
 @given(
     turns=st.lists(st.tuples(st.integers(0, 9), PARTS, st.booleans(), st.booleans()), min_size=2)
 )

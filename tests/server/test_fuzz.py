@@ -19,7 +19,7 @@ from server.fuzzing import Answer, Sent, requests, send
 from server.scripted import LOOK_UP
 from server.serving import Client, at_once
 
-EXAMPLES = int(os.environ.get("BLOCKPOOL_FUZZ", many(36, 1200)))
+EXAMPLES = int(os.environ.get("BLOCKPOOL_FUZZ", many(18, 1200)))
 AT_ONCE = 6
 SETTINGS = settings(
     max_examples=-(-EXAMPLES // AT_ONCE),

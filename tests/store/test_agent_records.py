@@ -350,7 +350,7 @@ def _covers(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", seeds(20, 120))
+@pytest.mark.parametrize("seed", seeds(8, 120))
 def test_delete_removes_exactly_what_the_oracle_says(tmp_path: Path, seed: int) -> None:
     tree = Tree(seed, tmp_path)
     if not tree.agents:
@@ -386,7 +386,7 @@ def test_the_random_trees_have_what_they_are_for(tmp_path: Path) -> None:
     nothing.
     """
     seen = {"own": 0, "shared": 0, "fuller": 0, "checkpoints": 0, "nothing": 0}
-    for seed in range(120):
+    for seed in range(40):
         tree = Tree(seed, tmp_path / str(seed))
         for name in tree.agents:
             mine, path = tree.own(name), tree.path(name)
@@ -395,7 +395,7 @@ def test_the_random_trees_have_what_they_are_for(tmp_path: Path) -> None:
             seen["fuller"] += bool(path) and len(path[-1]) > len(tree.agents[name])
             seen["checkpoints"] += any(kind != BLOCK for kind, _ in mine)
             seen["nothing"] += not mine
-    assert min(seen.values()) > 20, seen
+    assert min(seen.values()) > 5, seen
 
 
 @pytest.mark.parametrize("order", list(permutations("abc")))

@@ -204,7 +204,7 @@ def _flip(root: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("seed", seeds(2, 8))
+@pytest.mark.parametrize("seed", seeds(1, 8))
 @pytest.mark.parametrize("damage", [_lie, _cut, _flip])
 def test_damaged_notes_cost_reads_and_never_a_wrong_answer(
     tmp_path: Path, damage: Callable[[Path, random.Random], None], seed: int

@@ -268,7 +268,7 @@ def test_a_closing_rank_writes_all_it_has_whatever_the_others_take(tmp_path: Pat
 # -- under random requests -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(2, 40))
+@pytest.mark.parametrize("seed", seeds(1, 40))
 def test_ranks_agree_after_every_turn(tmp_path: Path, clock: Clock, seed: int) -> None:
     rng = random.Random(seed)
     spec, size = rng.choice([*SPECS, "unlike"]), rng.choice([2, 2, 3])

@@ -106,6 +106,7 @@ def pause(life: Life) -> None:
     life.stored.restores.pause()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("object_", [put_off, be_slow, pause])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_what_one_rank_is_against_no_rank_reads(
@@ -145,6 +146,7 @@ def test_a_checkpoint_before_a_record_that_one_rank_cannot_read_is_agreed_on(
     assert on_lives(filled(tmp_path, "hybrid"), "hybrid", act) == [MIDDLE, MIDDLE]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["flip", "delete"])
 def test_a_record_that_is_bad_on_one_rank_is_a_miss_on_all(
     tmp_path: Path, spec: str, how: str
@@ -214,6 +216,7 @@ def brought_back(life: Life, ranks: ThreadRanks) -> list[Any]:
     raise AssertionError("the restore does not end")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_path_comes_back_on_all_ranks_as_far_as_all_have_it(
     tmp_path: Path, spec: str, is_whole: bool

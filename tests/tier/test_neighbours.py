@@ -293,6 +293,7 @@ def test_what_another_one_dropped_is_written_again_if_it_is_used_again(tmp_path:
     assert start(tmp_path).acquired([*ONE, 1]) == len(ONE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("seed", seeds(2, 15))
 def test_any_history_of_two_on_one_folder_gives_the_right_keys(

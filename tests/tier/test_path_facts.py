@@ -159,6 +159,7 @@ def test_who_waits_for_a_fact_is_answered_when_the_model_goes(tmp_path: Path) ->
     assert on_ranks(2, act) == [[None], []]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("gone", [0, 1])
 @pytest.mark.parametrize("name", ["hybrid", "window"])

@@ -40,7 +40,7 @@ LARGER = QUANTISED.bytes_per_block(QUANTISED.groups[0]) // PLAIN.bytes_per_block
 
 
 @tried(
-    18,
+    10,
     1500,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
