@@ -1,5 +1,5 @@
-"""The engine against mlx-lm's BatchGenerator, in one run: steps, starting together, a long prefill
-beside replies, a small pool; and prompts of a hybrid model together against one after the other.
+"""The engine against mlx-lm's BatchGenerator, in one run: steps, starting together, long prefills
+next to replies, a small pool; and prompts of a hybrid model together against one after the other.
 
 Counters prove what happened: chunks, prompt tokens computed, sequences swapped out and back.
 Replies of both are compared.
@@ -11,6 +11,7 @@ import functools
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -282,6 +283,48 @@ def bench_long_prefill(args: Any, model: Any, long: int, step: int) -> None:
     )
 
 
+def bench_gaps(args: Any, model: Any, streams: int, prompts: list[int], step: int) -> None:
+    """The longest time between two tokens of running replies while long prompts are computed: in
+    the same forwards, and in turns.
+    """
+    found: dict[str, dict[str, float]] = {}
+
+    def longest(mixes: bool) -> float:
+        ours = Ours(model, 10**9, EngineConfig(prefill_tokens=step))
+        ours.engine.caches.capabilities = replace(RAGGED, mixes=mixes)
+        filled(ours, [40] * streams)(5)
+        before, start = Counter(ours.engine.counts), time.perf_counter()
+        left = {ours.insert(prompt(length, length), 1) for length in prompts}
+        last = [start] * (streams + 1)
+        gaps: list[float] = []
+        while left:
+            for uid, _ in ours.next():
+                left.discard(uid)
+                if uid <= streams:
+                    now = time.perf_counter()
+                    gaps.append(now - last[uid])
+                    last[uid] = now
+        counts = ours.engine.counts - before
+        forwards = counts["chunks"] + counts["decode_steps"] - counts["mixed"]
+        assert (counts["mixed"] > 0) == mixes, "another path ran"
+        found["mixed" if mixes else "in_turns"] = {
+            "seconds": round(time.perf_counter() - start, 2),
+            "forwards": forwards,
+            "tokens_per_forward": round(counts["decode_steps"] / forwards, 2),
+        }
+        return max(gaps)
+
+    gaps = interleave({"mixed": lambda: longest(True), "in_turns": lambda: longest(False)}, 3)
+    report(
+        args,
+        "engine",
+        f"{streams} replies next to prompts of {' and '.join(map(str, prompts))}",
+        longest_gap_ms={name: round(seconds * 1e3, 1) for name, seconds in gaps.items()},
+        ratio=round(gaps["mixed"] / gaps["in_turns"], 2),
+        **found,
+    )
+
+
 def bench_small_pool(args: Any, model: Any, stock: Any, length: int, tokens: int) -> None:
     """A pool for two of five sequences: all end, with the tokens that each gets alone in mlx-lm."""
     prompts = [prompt(length, 20 + i) for i in range(5)]
@@ -350,5 +393,6 @@ if __name__ == "__main__":
     bench_together(args, model, stock, *((3, 300, 1) if quick else (5, 1500, 2)))
     bench_hybrid(args, 128 if quick else 512, 256 if quick else 2048, 1 if quick else 5)
     bench_long_prefill(args, small, 2048 if quick else 8192, 256 if quick else 512)
+    bench_gaps(args, small, 2 if quick else 8, [768] if quick else [2048, 7680], 512)
     bench_small_pool(args, small, small_stock, 100, 600)
     bench_waste(args, small, [300, 600, 900] if quick else [2000, 3500, 5000, 6500, 8000])

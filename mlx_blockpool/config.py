@@ -122,6 +122,9 @@ class EngineConfig:
 
     prefill_tokens: int = 512  # prefill runs in chunks that end at multiples of this
     prefill_rows: int = 8  # the most short prompts in one chunk
+    # Next to replies chunks become smaller, down to this many tokens, so that a step takes at most
+    # 1 / decode_share of a step without a prompt; smaller ones take longer for each token.
+    mixed_tokens: ClassVar[int] = 128
     decode_share: float = (
         0.5  # the fraction of the time for decode while prompts wait for prefill; 0 to below 1
     )

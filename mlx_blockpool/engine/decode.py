@@ -14,6 +14,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import partial
 from itertools import takewhile
 from typing import Any, TypeAlias
 
@@ -25,7 +26,15 @@ from ..drafts.draft import Draft
 from ..drafts.drafting import Drafting
 from ..errors import PoolExhaustedError
 from ..kv.pending_tokens import PendingTokens, padded_forward
-from ..kv.prompt_cache import batch_of, begin_rows, commit_rows, member_of, state_caches
+from ..kv.prompt_cache import (
+    batch_of,
+    begin_chunks,
+    begin_rows,
+    commit_rows,
+    end_chunks,
+    member_of,
+    state_caches,
+)
 from .caches import Caches
 from .sampling import Draw, Forced, draw, fits, ids
 from .sequence import Sequence
@@ -198,11 +207,15 @@ class DecodeBatch:
         for member in runs:
             self.join(member)
 
-    def run(self) -> Decoded:
-        """Compute one token of each member. Emits the tokens that the step before has drawn."""
+    def run(self, chunk: Chunk | None = None) -> Decoded:
+        """Compute one token of each member, and a chunk of prompts in the same forward. Emits the
+        tokens that the step before has drawn.
+        """
         inputs, logprobs = self._inputs, self._logprobs
         assert inputs is not None
-        logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
+        logits = (
+            self._mixed(inputs, chunk) if chunk else self.model(inputs[:, None], cache=self._layers)
+        )[:, -1, :]
         drawn = self._draw(logits, inputs, self.members, self._contexts)
         self._inputs, self._logprobs = drawn.tokens, list(drawn.logprobs)
         mx.async_eval(self._inputs, self._logprobs, drawn.contexts)  # type: ignore[no-untyped-call]
@@ -213,6 +226,21 @@ class DecodeBatch:
             if row is not None and member not in drawn.failed:
                 decoded.emitted.append((member, token, row))
         return decoded
+
+    def _mixed(self, inputs: mx.array, chunk: Chunk) -> mx.array:
+        """The logits of the members' rows [rows, 1], in one forward with a chunk's tokens as
+        further rows, which are computed when this returns.
+        """
+        tokens = [row.tokens[row.computed : end] for row, end in chunk]
+        caches = [batch_of([row.caches or []]) for row, _ in chunk]
+        begin_chunks(self._layers, caches, [len(own) for own in tokens])
+        rows = mx.concatenate([inputs, *(mx.array(own, mx.uint32) for own in tokens)])
+        logits: mx.array = self.model(rows[:, None], cache=self._layers)[: inputs.size]
+        end_chunks(self._layers)
+        mx.eval(logits, [layer.state for layer in self._layers])
+        for row, end in chunk:
+            row.computed = end
+        return logits
 
     def known(self) -> list[int]:
         """The next token of each member. Waits for the step in flight."""
@@ -234,16 +262,18 @@ class DecodeBatch:
         vocabulary = next((row.shape[-1] for row in self._logprobs if row is not None), 0)
         return list(takewhile(range(vocabulary).__contains__, tokens))
 
-    def verify(self, drafts: Drafts, least_forced: int) -> Decoded:
+    def verify(self, drafts: Drafts, least_forced: int, chunk: Chunk | None = None) -> Decoded:
         """Compute the next token of each member with those drafted after it, as rows, and accept
-        its drafts: see accept().
+        its drafts: see accept(). A chunk of prompts is computed in the same forward.
 
         Blocks for all of them are reserved. Emits one token of each member and its accepted ones.
         """
         members = self._rows(drafts)
         begin_rows(self._layers, [len(rows.tokens) for rows in members])
         inputs = mx.array([token for rows in members for token in rows.tokens], mx.uint32)
-        logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
+        logits = (
+            self._mixed(inputs, chunk) if chunk else self.model(inputs[:, None], cache=self._layers)
+        )[:, -1, :]
         decoded = accept(logits, members, least_forced)
         commit_rows(self._layers, [rows.kept for rows in members])
         return self._continue_from(members, decoded)
@@ -336,14 +366,18 @@ class DecodeSteps:
         if self.drafting is not None and agent is not None:
             self.drafting.replies.remember(agent, sequence.request.salt, sequence.generated(0))
 
-    def run(self, batch: DecodeBatch) -> Decoded:
-        """One step of the batch: its run(), or its verify() where drafts pay."""
+    def run(self, batch: DecodeBatch, chunk: Chunk | None = None) -> Decoded:
+        """One step of the batch: its run(), or its verify() where drafts pay; with a chunk of
+        prompts where the model mixes them.
+        """
         drafts = {} if self.drafting is None else self._choose(batch, self.drafting)
         if not drafts and not batch.is_rolled_back:
-            return batch.run()
+            return batch.run(chunk)
         found = {member: list(draft.tokens) for member, draft in drafts.items()}
         verify = (
-            batch.verify if self._caches.capabilities.verifies == "rows" else batch.verify_padded
+            partial(batch.verify, chunk=chunk)
+            if self._caches.capabilities.verifies == "rows"
+            else batch.verify_padded
         )
         # Next to other members, and in batches that are not ragged, a forced run may stay without a
         # pass, so that its tokens are drafted like any others.

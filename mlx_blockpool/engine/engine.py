@@ -5,7 +5,7 @@ next() is one step:
     schedule()       admit waiting sequences; choose a chunk of prompts, or reserve the next blocks
                      of the decoding batch
     compute_chunk()  one forward pass of the model
-    or steps.run()
+    or steps.run()   with the chunk in it where the model mixes them
     _postprocess_    cache what was computed, emit events, let sequences join or leave the batch
     append_forced()  append the tokens that forms force, in one more pass
 
@@ -50,8 +50,8 @@ Extracted = tuple[list[Any], list[int]]
 class BlockPoolBatchEngine:
     """In place of mlx-lm's BatchGenerator: insert() requests, call next() until they have ended.
 
-    counts:        chunks, prompt_tokens, decode_steps, tokens, of them forced_tokens, jumps,
-                   swapped_out, swapped_in, and shared:
+    counts:        chunks, of them mixed, prompt_tokens, decode_steps, tokens, of them
+                   forced_tokens, jumps, swapped_out, swapped_in, and shared:
                    the requests that waited for a prefix in prefill; and those of DecodeSteps.
     clock:         seconds, by which requests are due.
     step_seconds:  how long the last step took, by which prompts and replies share the time.
@@ -261,14 +261,20 @@ class BlockPoolBatchEngine:
         Returns the events of the step. Raises what the model raised: call reset() then.
         """
         chunk = self.scheduler.schedule(self.step_seconds)
-        start = time.perf_counter()
-        if chunk:
+        start, batch = time.perf_counter(), self.scheduler.batch
+        if chunk and not self.scheduler.mixes:
             tokens = compute_chunk(self.model, chunk, self.caches.ragged)
             self._postprocess_chunk(chunk, tokens, time.perf_counter() - start)
-        elif self.scheduler.batch.members:
-            decoded = self.steps.run(self.scheduler.batch)
-            self._postprocess_tokens(decoded, time.perf_counter() - start)
+        elif batch.members:
+            tokens, rows = sum(end - row.computed for row, end in chunk), len(batch)
+            decoded = self.steps.run(batch, chunk)
+            # By rows, of which those of drafts count as decode.
+            seconds = (time.perf_counter() - start) / (rows + tokens)
+            self._postprocess_tokens(decoded, seconds * rows)
             self.append_forced(decoded.forced)
+            if chunk:
+                self.counts["mixed"] += 1
+                self._postprocess_chunk(chunk, tokens, seconds * tokens)
         self.step_seconds = time.perf_counter() - start
         return [*self.caches.take_restore_events(), *self.scheduler.take_events()]
 
@@ -276,14 +282,18 @@ class BlockPoolBatchEngine:
         """Cache what the chunk has computed, and let the sequences whose prompts are complete
         join the batch.
         """
-        mx.clear_cache()
+        grid = self.config.prefill_tokens
+        if any(row.computed % grid == 0 or not row.in_prefill for row, _ in chunk):
+            mx.clear_cache()
         self.counts.update(chunks=1, prompt_tokens=tokens)
         self._work.prompt_tokens += tokens
         self._work.prompt_time += seconds
         self.caches.note_prefill(tokens, seconds)
         for sequence, _ in chunk:
             kind = sequence.breakpoints.pop(sequence.computed, None)
-            if kind is not None or (self.caches.caches_chunks and sequence.in_prefill):
+            if kind is not None or (
+                self.caches.caches_chunks and sequence.in_prefill and sequence.computed % grid == 0
+            ):
                 self.caches.insert(sequence, kind or KIND, sequence.computed)
                 self.scheduler.may_admit = True
             # The last token of a prompt is computed by the first decode step.

@@ -12,8 +12,10 @@ schedule() takes these decisions before each step:
              one agent run in the order of their arrival. A prompt waits for a live prefill that is
              about to compute its beginning, and for records on disk; meanwhile others pass it. A
              request that has the most live sequences is preempted for one that would have fewer.
-    chunk    While prompts and replies both wait, decode gets `decode_share` of the time. Short
-             prompts are computed together and before long ones, but take turns with them.
+    chunk    While prompts and replies both wait, decode gets `decode_share` of the time: chunks are
+             computed in one forward with the next tokens of replies, as many as that leaves time
+             for, or in turns with them where the model does not mix them. Short prompts are
+             computed together and before long ones, but take turns with them.
     reserve  Each reply's next token gets its block. If the pool has none, restores end first, then
              sequences are preempted: of the highest priority value, of the request with the most
              live sequences, the youngest.
@@ -29,6 +31,8 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from itertools import accumulate, islice
+from operator import sub
 
 from ..config import EngineConfig
 from ..errors import PoolExhaustedError
@@ -66,7 +70,17 @@ class Scheduler:
         # Whether something has changed since waiting sequences could not start.
         self.may_admit = True
         self._debt = DecodeDebt(config.decode_share)
-        self._was_chunk = self._long_first = False
+        self._long_first = False
+        # Of the last two steps: the sequences that decoded, and whether prompts were computed.
+        self._steps = ((0, False), (0, False))
+        # The seconds of a step without prompts, by the sequences that decode.
+        self._plain: dict[int, float] = {}
+        # The most tokens of prompts in one forward with replies, and the least that this may be:
+        # parts of the grid.
+        self._least = config.prefill_tokens
+        while self._least > config.mixed_tokens and self._least % 2 == 0:
+            self._least //= 2
+        self._most = self._least if config.decode_share else config.prefill_tokens
 
     @property
     def live(self) -> list[Sequence]:
@@ -76,6 +90,11 @@ class Scheduler:
     @property
     def sequences(self) -> list[Sequence]:
         return [*self.live, *self.waiting]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the next chunk is computed in one forward with the tokens of replies."""
+        return self.caches.capabilities.mixes and bool(self.batch.members)
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
@@ -88,8 +107,8 @@ class Scheduler:
         self.may_admit = True
 
     def schedule(self, seconds: float) -> Chunk:
-        """Admit sequences. Returns the next chunk of prompts, or an empty one if decode is next and
-        its blocks are reserved.
+        """Admit sequences. Returns the next chunk of prompts, or an empty one if only replies are
+        next. The blocks of replies are reserved, unless a chunk is next and `mixes` is False.
 
         `seconds`: how long the last step took.
         """
@@ -97,12 +116,22 @@ class Scheduler:
         self.may_admit |= self.caches.advance(idle=not self.live)
         if self.may_admit:
             self._admit()
-        decodes = len(self.batch) and (self._debt.is_due or self.batch.has_first_token_pending)
-        self._was_chunk = bool(self.prefilling and not decodes)
-        if self._was_chunk:
-            return self._next_chunk()
-        self._reserve_next_blocks()
-        return []
+        members = len(self.batch)
+        decodes = members and (
+            self._debt.is_due
+            or (
+                members not in self._plain and self.config.decode_share > 0
+                if self.mixes
+                else self.batch.has_first_token_pending
+            )
+        )
+        has_chunk = bool(self.prefilling and not decodes)
+        if self.mixes or not has_chunk:
+            self._reserve_next_blocks()
+        chunk = self._next_chunk() if has_chunk and self.prefilling else []
+        step = len(self.batch) if self.mixes or not chunk else 0, bool(chunk)
+        self._steps = self._steps[1], step
+        return chunk
 
     # -- admit -------------------------------------------------------------------------------------
 
@@ -196,21 +225,46 @@ class Scheduler:
     def _account(self, seconds: float) -> None:
         """Count the time of the last step: while prompts and replies both wait, chunks are a
         debt that decode steps pay.
+
+        Where chunks go with replies their size follows the time, and the debt is what the smallest
+        ones take beyond the share of replies.
         """
+        (before, had_chunk), (members, has_chunk) = self._steps
+        # The forward of a step without prompts ends in the next step. One that is disturbed counts
+        # less, as longer chunks would follow.
+        if members and not has_chunk and not had_chunk and before == members:
+            known = self._plain.get(members, seconds)
+            self._plain[members] = min(seconds, (known + seconds) / 2)
+        plain = self._plain.get(members, seconds)
         if not (self.prefilling and self.batch.members):
             self._debt.seconds = 0.0
-        elif self._was_chunk:
+        elif has_chunk and members:
+            share = self.config.decode_share
+            seconds -= 0.0 if had_chunk else self._plain.get(before, 0.0)
+            if seconds * share > plain:
+                self._most = max(self._least, self._most // 2)
+                self._debt.add_wait(seconds - plain)
+                self._debt.pay(plain)
+            elif (2 * seconds - plain) * share <= plain:
+                self._most = min(self.config.prefill_tokens, 2 * self._most)
+        elif has_chunk:
             self._debt.add_wait(seconds)
         else:
-            self._debt.pay(seconds)
+            self._debt.pay(plain if self.mixes else seconds)
 
     def _next_chunk(self) -> Chunk:
-        """The prompts that are computed next, each up to the end of its own chunk."""
+        """The prompts that are computed next, each up to the end of its own chunk: all of them
+        next to replies no more tokens than these have time for.
+        """
         tokens = self.config.prefill_tokens
         rows = self.config.prefill_rows if self.caches.ragged else 1
         chunk = choose(self.prefilling, tokens, rows, self._long_first, self.caches.pads_prompts)
         self._long_first = chunk[0][1] == chunk[0][0].prefill_end
-        return chunk
+        if not self.mixes:
+            return chunk
+        parts = [(sequence, chunk_end(sequence, self._most)) for sequence, _ in chunk]
+        left = accumulate((end - each.computed for each, end in parts), sub, initial=self._most)
+        return [part for part, rest in zip(parts, islice(left, 1, None), strict=True) if rest >= 0]
 
     def join(self, sequence: Sequence) -> None:
         """Move a sequence whose prompt is computed into the batch."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -44,6 +45,8 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         # The step that is not committed yet, and what its write() returned.
         self._tentative: Step | None = None
         self._new: View | None = None
+        # The chunks of prompts that the next pass computes too: the rows of each, and its cache.
+        self._chunks: list[tuple[slice, PooledBatchCache]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledBatchCache:
         copy = PooledBatchCache([deepcopy(member, memo) for member in self.members])
@@ -89,11 +92,13 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
 
     @property
     def offset(self) -> mx.array:
-        return (
+        own = (
             mx.array([m.offset for m in self.members])
             if self._tentative is None
             else self._tentative.offsets
         )
+        chunks = [c.offset + mx.arange(rows.stop - rows.start) for rows, c in self._chunks]
+        return concatenated([own, *chunks])
 
     def begin_rows(self, counts: Sequence[int]) -> None:
         """Compute the next tokens of each member by rows until commit_rows(): counts[i] of member
@@ -124,6 +129,24 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         )
         step.commit(self.members, new, kept)
 
+    def begin_chunks(self, chunks: Sequence[PooledBatchCache], counts: Sequence[int]) -> None:
+        """Compute the next counts[i] tokens of each of some prompts, batches of one, in the next
+        pass until end_chunks().
+
+        Between the two what comes in is [rows, .., 1, dim]: the rows of the members, then those of
+        each prompt. A prompt is written and attends as without the members.
+        """
+        ends = pairwise(accumulate(counts, initial=sum(self.counts(1))))
+        self._chunks = [(slice(*rows), chunk) for rows, chunk in zip(ends, chunks, strict=True)]
+        for chunk, count in zip(chunks, counts, strict=True):
+            chunk._lengths = [count]
+
+    def end_chunks(self) -> None:
+        """Return to the members alone."""
+        for _, chunk in self._chunks:
+            chunk.finalize()
+        self._chunks = []
+
     def update_and_fetch(self, *rows: mx.array) -> tuple[Any, ...]:
         """Append rows [members, heads, n, dim] of each of the layer's arrays: keys, values, then
         others; of a right-padded prompt only its own tokens.
@@ -138,6 +161,11 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             arena.check_dtype(rows[0])
         if first.layer in arena.unread and n == 1:
             arena.evaluate_writes(first.place)
+        if self._chunks:
+            # Before the members' step is made: blocks that a chunk takes may change the slabs.
+            for own, chunk in self._chunks:
+                chunk.update_and_fetch(*(array[own].swapaxes(0, 2) for array in rows))
+            rows = tuple(array[: self._chunks[0][0].start] for array in rows)
         self._prompts = None
         if self._tentative is not None:
             self._new = self._tentative.write(first.place.index, rows)
@@ -165,7 +193,14 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             prompts = [(count, own) for (count, _), own in zip(prompts, mask.masks, strict=True)]
         if prompts is not None:
             return self._attend_prompts(queries, prompts, scale, sinks)
-        return self.attend_step(queries, scale, sinks, KEYS_AND_VALUES)
+        outputs = [
+            chunk.attend(queries[own].swapaxes(0, 2), chunk, chunk, scale, None, sinks)
+            for own, chunk in self._chunks
+        ]
+        if outputs:
+            queries = queries[: self._chunks[0][0].start]
+        found = self.attend_step(queries, scale, sinks, KEYS_AND_VALUES)
+        return concatenated([found, *(out.swapaxes(0, 2) for out in outputs)])
 
     def attend_parts(
         self,
@@ -185,6 +220,8 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         """
         if chosen is not None:
             return self._attend_chosen(queries, scale, value, chosen)
+        if self._chunks:
+            raise NotImplementedError("A chunk of a prompt does not attend by parts.")
         roles = Roles(len(queries), value)
         return self.attend_step(concatenated(queries, -1), scale, None, roles)
 

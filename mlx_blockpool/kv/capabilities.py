@@ -23,6 +23,8 @@ class Capabilities:
     verifies:     how several next tokens of a sequence are computed in one forward: as rows of a
                   batch; padded, next to other sequences, as prompts are; or of one sequence alone.
                   None if that is not possible.
+    mixes:        whether chunks of prompts are computed in one forward with the next tokens of a
+                  ragged batch, as further rows.
     pads_states:  whether the states of a model leave out padding, so that chunks of several lengths
                   are computed together; otherwise only those of one length are.
     is_stage:     whether the model is a stage of a pipeline, which assigns keys that it has read to
@@ -40,6 +42,7 @@ class Capabilities:
     by_member: bool = False
     differs: tuple[str, ...] = ()
     verifies: Literal["rows", "padded", "alone"] | None = None
+    mixes: bool = False
     pads_states: bool = False
     is_stage: bool = False
     synchronous: bool = False

@@ -26,7 +26,14 @@ from .attach import bind, classes_of, detached, is_by_member, restore, sources_o
 from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
 from .pending_tokens import PendingTokens, padded_forward, takes_back
-from .prompt_cache import batch_of, begin_rows, commit_rows, make_prompt_cache
+from .prompt_cache import (
+    batch_of,
+    begin_chunks,
+    begin_rows,
+    commit_rows,
+    end_chunks,
+    make_prompt_cache,
+)
 from .proof import TOO_SMALL, difference_alone, long_prompts, too_small
 from .rounded_caches import rounded
 from .scratch import pipelined
@@ -81,7 +88,7 @@ def probe(
             # The model cannot read these blocks.
             return found
         _need_equal_caches(model, arena, found, ranks)
-        verifies = _verifies(own, arena, ranks)
+        verifies, mixes = _verifies(own, arena, ranks)
         # Its blocks are free for what follows.
         own.batch = None
         no_kernel = refused_kernels(model, arena, ranks)
@@ -90,7 +97,12 @@ def probe(
         with without_collectives(model):
             sample = tuple(map(own.sample, PROMPTS if batched else PROMPTS[:1]))
         found = replace(
-            found, verifies=verifies, kernels=kernels, no_kernel=no_kernel, sample=sample
+            found,
+            verifies=verifies,
+            mixes=mixes,
+            kernels=kernels,
+            no_kernel=no_kernel,
+            sample=sample,
         )
         arena.capabilities = found
         return replace(found, synchronous=copies_slabs(model, arena))
@@ -222,20 +234,20 @@ def _prompts(model: Any, arena: KVArena) -> list[list[list[int]]]:
     return [PROMPTS, long_prompts(model, arena, _stock_caches(model))]
 
 
-def _verifies(own: _OwnLogits, arena: KVArena, ranks: Ranks) -> Any:
-    """Capabilities.verifies. Groups of ranks do not try."""
+def _verifies(own: _OwnLogits, arena: KVArena, ranks: Ranks) -> tuple[Any, bool]:
+    """Capabilities.verifies and mixes. Groups of ranks do not try."""
     if not ranks.decides:
-        return None
-    if arena.capabilities.ragged and all(
-        _agrees_by_rows(own, arena, prompts) for prompts in _prompts(own.model, arena)
-    ):
-        return "rows"
+        return None, False
+    for mixes in (True, False) if arena.capabilities.ragged else ():
+        found = _prompts(own.model, arena)
+        if all(_agrees_by_rows(own, arena, prompts, mixes) for prompts in found):
+            return "rows", mixes
     if not takes_back(arena.spec):
-        return None
+        return None, False
     pads = arena.capabilities.ragged and arena.capabilities.pads_states
     if pads and _agrees_rolled_back(own, arena, PROMPTS):
-        return "padded"
-    return "alone" if _agrees_rolled_back(own, arena, PROMPTS[:1]) else None
+        return "padded", False
+    return "alone" if _agrees_rolled_back(own, arena, PROMPTS[:1]) else None, False
 
 
 def _attach_if(
@@ -356,26 +368,36 @@ def _batch_compared(
     return why
 
 
-def _agrees_by_rows(own: _OwnLogits, arena: KVArena, prompts: list[list[int]]) -> bool:
+def _agrees_by_rows(own: _OwnLogits, arena: KVArena, prompts: list[list[int]], mixes: bool) -> bool:
     """Return whether tokens that are computed by rows, next to some that are not kept, have the
-    logits of single sequences.
+    logits of single sequences; `mixes`: and a prompt that is computed in the same forwards.
     """
     if arena.state_leaves or any(isinstance(leaf, ChunkLayer) for leaf in arena.spec.leaves):
         return False
     model, (begun, (first, second), count) = own.model, own.take_batch()
+    *others, last = [*NEXT, *FURTHER][:count]
+    prompt = [[token] for token in prompts[0]] + others
 
     def by_rows() -> mx.array:
         batch = begun or batch_of(_begun(model, arena, prompts))
+        chunk = batch_of([make_prompt_cache(model, arena)])
+        parts = (prompt[:-2], prompt[-2:]) if mixes else ([], [])
         # One row of each is kept; then the last row of each is compared.
-        begin_rows(batch, [3, 2])
-        _logits(model, [first, [8], [9], first, [6]], batch)
-        commit_rows(batch, [1, 1])
-        begin_rows(batch, [1, 2])
-        logits = _logits(model, [second, second, [7]], batch)
-        commit_rows(batch, [1, 1])
-        return logits[:2, -1]
+        for counts, rows, part in (
+            ([3, 2], [first, [8], [9], first, [6]], parts[0]),
+            ([1, 2], [second, second, [7]], parts[1]),
+        ):
+            begin_rows(batch, counts)
+            begin_chunks(batch, [chunk] * mixes, [len(part)] * mixes)
+            logits = _logits(model, [*rows, *part], batch)
+            end_chunks(batch)
+            commit_rows(batch, [1, 1])
+        found = [logits[:2, -1]]
+        if mixes:
+            found.append(_logits(model, [last], chunk)[:, -1])
+        return mx.concatenate(found)
 
-    return _compared(own, by_rows, prompts, count) is None
+    return _compared(own, by_rows, prompts + prompts[:1] * mixes, count) is None
 
 
 def _agrees_rolled_back(own: _OwnLogits, arena: KVArena, prompts: list[list[int]]) -> bool:

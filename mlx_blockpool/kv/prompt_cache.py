@@ -116,6 +116,12 @@ class PooledCacheList(StandIn, CacheList):  # type: ignore[misc]
     def commit_rows(self, kept: Sequence[int]) -> None:
         commit_rows(self.caches, kept)
 
+    def begin_chunks(self, chunks: Sequence[PooledCacheList], counts: Sequence[int]) -> None:
+        begin_chunks(self.caches, [chunk.caches for chunk in chunks], counts)
+
+    def end_chunks(self) -> None:
+        end_chunks(self.caches)
+
 
 def batch_of(caches: Iterable[list[Any]]) -> list[Any]:
     """Batch caches of sequences of an attached model whose own caches are no longer used: what
@@ -149,6 +155,24 @@ def commit_rows(batch: Iterable[Any], kept: Sequence[int]) -> None:
     """
     for cache in batch:
         cache.commit_rows(kept)
+
+
+def begin_chunks(
+    batch: Iterable[Any], chunks: Iterable[Sequence[Any]], counts: Sequence[int]
+) -> None:
+    """Compute the next counts[i] tokens of chunks[i], a batch of one sequence in prefill, in the
+    next pass of a ragged batch, until end_chunks().
+
+    The model is called with tokens [rows, 1] then, those of the chunks after those of the batch,
+    whose rows have begun.
+    """
+    for cache, *own in zip(batch, *chunks, strict=True):
+        cache.begin_chunks(own, counts)
+
+
+def end_chunks(batch: Iterable[Any]) -> None:
+    for cache in batch:
+        cache.end_chunks()
 
 
 def member_of(batch: Iterable[Any], idx: int) -> list[Any]:

@@ -325,7 +325,7 @@ def test_jumps_that_others_wait_for_get_no_more_than_their_share_of_the_time() -
 
 def test_while_prompts_wait_for_their_share_no_others_wait_for_a_jump() -> None:
     """Running replies are delayed by chunks of prompts or by jumps, and not by the sum of both."""
-    engine, _ = make_engine("llama", curve=FLAT, prefill_tokens=16, **NO_DRAFTS)
+    engine, _ = make_engine("llama", curve=FLAT, prefill_tokens=32, **NO_DRAFTS)
     jumps, found = engine.steps.jumps, dict[bool, list[int]]({True: [], False: []})
 
     def note(batch: Any, forced: Any, prompts_wait: bool) -> Any:

@@ -181,7 +181,9 @@ def test_a_window_model_keeps_nothing_to_go_on_from_where_there_is_no_mark() -> 
 
 
 class Clock:
-    """Stands in for time where a chunk takes 8 seconds and a token of the batch takes one."""
+    """Stands in for time where a chunk takes 8 seconds and a token of the batch takes one. The
+    prompts of this model do not mix with replies.
+    """
 
     def __init__(self, model: Any) -> None:
         self.now = 0.0
@@ -196,7 +198,7 @@ class Clock:
 def test_decode_has_its_share_of_the_time_while_prompts_wait(
     monkeypatch: pytest.MonkeyPatch, share: float, expected: int
 ) -> None:
-    engine, _ = make_engine("llama", decode_share=share, prefill_tokens=64)
+    engine, _ = make_engine("lfm2", decode_share=share, prefill_tokens=64)
     clock = Clock(engine.model)
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     engine.model = engine.scheduler.batch.model = clock

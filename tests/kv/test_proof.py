@@ -263,7 +263,7 @@ def test_the_models_own_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("llama", 13), ("gemma3", 13), ("gpt_oss", 13), ("lfm2", 15), ("mamba2", 15)]
+    ("name", "most"), [("llama", 14), ("gemma3", 14), ("gpt_oss", 14), ("lfm2", 15), ("mamba2", 15)]
 )
 def test_a_model_is_described_and_tried_in_few_forward_passes(
     name: str, most: int, monkeypatch: pytest.MonkeyPatch
