@@ -94,7 +94,7 @@ def test_agents_go_on_where_they_were_after_a_shutdown(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", only(["llama", "llama K8V8"], "llama K8V8"))
+@pytest.mark.parametrize("name", only(["llama", "llama K8V8"], "llama"))
 @pytest.mark.parametrize("is_written", only([True, False], True))
 def test_a_kill_costs_no_more_than_the_last_blocks(
     tmp_path: Path, is_written: bool, name: str

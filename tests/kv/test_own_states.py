@@ -195,6 +195,7 @@ def test_with_a_wrong_adapter_the_model_runs_on_its_own_caches(
     assert replies(engine, PROMPTS) == expected_of_v41()
 
 
+@pytest.mark.thorough
 def test_a_right_adapter_of_an_installed_plugin_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     right = CacheAdapter(layer_cache(), save=deepseek_v41._save, restore=deepseek_v41._restore)
     install(monkeypatch, right)

@@ -100,6 +100,7 @@ def expected(two: tuple[Path, Path]) -> list[list[Talk]]:
     return [alone(model) for model in two]
 
 
+@pytest.mark.thorough
 def test_agents_of_two_models_take_turns_under_load(
     two: tuple[Path, Path], expected: list[list[Talk]], tmp_path: Path
 ) -> None:
