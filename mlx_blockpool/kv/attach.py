@@ -211,6 +211,25 @@ def detach(model: Any) -> None:
 
 
 @contextmanager
+def counting(model: Any) -> Iterator[list[None]]:
+    """Within this context, the list has an item for each forward pass of the model."""
+    cls, passes = type(model), list[None]()
+
+    def call(self: Any, *args: Any, **given: Any) -> Any:
+        passes.append(None)
+        return cls.__call__(self, *args, **given)
+
+    counted = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    model.__class__ = counted
+    try:
+        yield passes
+    finally:
+        # A model that is an attention itself may have been attached.
+        if type(model) is counted:
+            model.__class__ = cls
+
+
+@contextmanager
 def detached(model: Any) -> Iterator[None]:
     """The model as mlx-lm has it, and then as it was: what attached modules compute from other
     caches may be an adapter's too.

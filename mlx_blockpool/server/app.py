@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import types
@@ -59,6 +60,17 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     # Called once the server listens, with the port and what stops the server.
     listening: Callable[[int, Callable[[], None]], None] | None = None
+    # A socket that has the address already.
+    bound: socket.socket | None = None
+
+    def server_bind(self) -> None:
+        if self.bound is None:
+            super().server_bind()
+        else:
+            self.socket.close()
+            self.socket = self.bound
+            self.server_address = self.socket.getsockname()
+            self.server_name, self.server_port = self.socket.getsockname()[:2]
 
     def server_activate(self) -> None:
         super().server_activate()
@@ -156,6 +168,7 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
         ) from error
     # Nothing has to be closed yet, also during a download.
     signal.signal(signal.SIGTERM, lambda *_: _leave(0))
+    bound = bind(host, port)
     check_default(model_provider)
     # Shorter turns of the threads that read requests delay a decode step less.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -171,14 +184,12 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
         # request.
         find_routes()
         generator.wait_until_loaded()
-        http = {"server_class": _server_class(generator, host), **http}
+        http = {"server_class": _server_class(generator, host, bound), **http}
         run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
     except KeyboardInterrupt:
         logging.info("Stopped before the server had started.")
     except OSError as error:
-        raise BlockpoolError(
-            f"Cannot listen on {host}, port {port}: {error}. Choose another --port or --host."
-        ) from error
+        raise _cannot_listen(host, port, error) from error
     finally:
         if generator is not None:
             generator.stop_and_join()
@@ -186,6 +197,27 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
             if generator.kv_events is not None:
                 generator.kv_events.join(LAST_WORDS_SECONDS)
     logging.info("Server stopped.")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has this address before a model is loaded, and refuses connections until it
+    listens. Raises BlockpoolError for an address that is in use or not of this machine.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        return bound
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> BlockpoolError:
+    return BlockpoolError(
+        f"Cannot listen on {host}, port {port}: {error}. Choose another --port or --host."
+    )
 
 
 GET_ONE = "`hf download mlx-community/NAME` gets one, and --model demo is bundled"
@@ -239,14 +271,19 @@ def _of_store(generator: BlockpoolGenerator, model: LoadedModel | None) -> str:
     )
 
 
-def _server_class(generator: BlockpoolGenerator, host: str) -> type[BlockpoolHTTPServer]:
-    """A server that logs its greeting once it listens, and that another rank can stop."""
+def _server_class(
+    generator: BlockpoolGenerator, host: str, bound: socket.socket
+) -> type[BlockpoolHTTPServer]:
+    """A server on a `bound` socket that logs its greeting once it listens, and that another rank
+    can stop.
+    """
 
     def greet(port: int, stop: Callable[[], None]) -> None:
         generator.step_driver.stop = stop
         logging.info("%s", first_words(generator, host, port))
 
-    return type("BlockpoolHTTPServer", (BlockpoolHTTPServer,), {"listening": staticmethod(greet)})
+    own = {"listening": staticmethod(greet), "bound": bound}
+    return type("BlockpoolHTTPServer", (BlockpoolHTTPServer,), own)
 
 
 def check_default(model_provider: BlockpoolModelProvider) -> None:

@@ -28,6 +28,7 @@ from ..engine.request import Event, Failed, Progress, Request, Restoring, Starte
 from ..engine.sequence import Sequence as Suspended
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import FormError, PluginError, StoreError
+from ..kv.attach import counting
 from ..kv.build import Probe, open_served
 from ..kv.probe import probe
 from ..model_files.device import trim_memory
@@ -92,6 +93,7 @@ class LoadedModel:
     idle_seconds:  how long it stays loaded without a request: the longest time in `keeps`, which
                    has one for each owner.
     ranks:         those that share the model.
+    num_forwards:  of open(), which took `proof_seconds` to find out what it can do with a pool.
     num_embedding: how many requests for embeddings it serves. All other requests are in `live`.
     spent:         seconds of the generation thread that its requests took, which decide which model
                    steps next.
@@ -128,6 +130,7 @@ class LoadedModel:
         self.num_embedding = 0
         self.weights_bytes = self.read_bytes = self.pool_bytes = 0
         self.ready = self.used = time.monotonic()
+        self.num_forwards, self.proof_seconds = 0, 0.0
         self.keeps: dict[str | None, float] = {}
         self.idle_seconds = math.inf
         self.spent = 0.0
@@ -181,7 +184,9 @@ class LoadedModel:
     def open(self, pool_bytes: int) -> None:
         """Open the pool and the engine: from now on the model serves."""
         self.pool_bytes = pool_bytes
-        self._open_caches(pool_bytes)
+        with counting(self.provider.model) as passes:
+            self._open_caches(pool_bytes)
+        self.num_forwards = len(passes)
         log.info("%s is served with %s", self.provider.name, self.how)
         self.form_tokens = tokens_of(self.provider.tokenizer, self.provider.name)
         self.open_engine()
@@ -228,9 +233,11 @@ class LoadedModel:
                 weights = self.hashing.result()
         if weights:
             found = self._speeds.probe_of(self.provider.name, weights)
+        start = time.monotonic()
         arena = open_served(
             self.provider.model, spec, pool_bytes, self._config.pool, self.ranks, found
         )
+        self.proof_seconds = time.monotonic() - start
         store = caches.store_of(self.provider, self._config.store, arena.spec, self.hashing)
         # Before the store is opened, so that its budget spares the records of pinned agents.
         self._open_agents(store)

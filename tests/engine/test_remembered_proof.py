@@ -4,6 +4,7 @@ confirmed by one forward pass at later loads.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.demo import model_path
 from mlx_blockpool.engine import measuring
 from mlx_blockpool.engine.measuring import remembering
+from mlx_blockpool.formatting import count
 from mlx_blockpool.kv.attach import detach
 from mlx_blockpool.kv.build import describe, open_served
 from mlx_blockpool.kv.capabilities import Capabilities
@@ -110,8 +112,14 @@ def test_a_model_that_gives_other_logits_is_proven_again(
 
 @pytest.mark.parametrize(("has_store", "later"), [(True, 2), (False, 15)])
 def test_a_server_computes_few_forwards_until_it_is_healthy(
-    has_store: bool, later: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_store: bool,
+    later: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """One line of the log says how many, and what else took how long."""
+    caplog.set_level("INFO")
     stored = ["--store-dir", str(tmp_path)] if has_store else []
     calls = counted(llama.Model, monkeypatch)
     found = []
@@ -120,6 +128,13 @@ def test_a_server_computes_few_forwards_until_it_is_healthy(
         with blockpool_server(model_path(), "--pool-bytes", "60MB", *stored) as ours:
             ours.generator.wait_until_loaded()
             assert 0 < len(calls) <= most
+            # The model was described by a forward that is not evaluated.
+            parts = r"imports [\d.]+ s, checking .*, loading .*, warming [\d.]+ s, of which"
+            line = (
+                rf"loaded .* \({parts} the proof [\d.]+ s with {count(len(calls) - 1, 'forward')}\)"
+            )
+            assert len(re.findall(line, caplog.text)) == 1
+            caplog.clear()
             body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
             found.append(ours.send("/v1/completions", body)[1]["choices"])
     assert found[0] == found[1]

@@ -24,6 +24,8 @@ def test_a_port_in_use_is_said_and_ends_the_process() -> None:
     assert ran.returncode == 1
     assert f"Cannot listen on 127.0.0.1, port {port}" in ran.stderr
     assert "Traceback" not in ran.stderr
+    # Before anything is loaded.
+    assert "loaded" not in ran.stderr
 
 
 @pytest.mark.parametrize("port", ["99999", "65536", "-1"])

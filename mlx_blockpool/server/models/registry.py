@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from queue import Queue
 from typing import Any
@@ -30,6 +30,7 @@ from ...errors import (
     ModelNotFoundError,
     PoolExhaustedError,
 )
+from ...formatting import count
 from ...kv.build import Probe, default_pool_bytes
 from ...model_files import device
 from ...store.measurements import Measurements
@@ -302,8 +303,10 @@ class ModelRegistry:
         self.plan = SwapPlan() if self.swap else self.queue.plan(self.usages(), self.fits)
 
     def begin_with(self, key: ModelKey) -> ModelSwap:
-        """Begin to load a model while no swap is in progress."""
+        """Begin to load a model while no swap is in progress: the first one of this process."""
         self.swap = self.swap_class(self, key)
+        # Of the processor: most of it went into imports.
+        self.swap.seconds["imports"] = time.process_time()
         return self.swap
 
     def begin(self) -> bool:
@@ -396,7 +399,9 @@ class ModelRegistry:
             self.failures = {key: failure for key, failure in self.failures.items() if key != load}
             self.counts["swaps"] += swap.unload is not None
             self.queue.linger = min(self.config.linger_seconds, now - swap.began)
-            log.info("loaded %s in %.2f s", load.model, now - swap.began)
+            log.info(
+                "loaded %s in %.2f s (%s)", load.model, now - swap.began, swap.parts(self.loaded)
+            )
         if swap.unload is not None:
             if swap.by_command:
                 self._backoff.note_unload(swap.unload)
@@ -443,6 +448,7 @@ class ModelSwap:
         self.coming: LoadedModel | None = None
         self.stage = "checking"
         self.began = self.since = time.monotonic()
+        self.seconds: dict[str, float] = {}
         self.leaving: LoadedModel | None = None
         self._models = models
         self._steps = self._run()
@@ -462,7 +468,18 @@ class ModelSwap:
         self.coming = self.leaving = None
 
     def _enter(self, stage: str) -> None:
-        self.stage, self.since = stage, time.monotonic()
+        now = time.monotonic()
+        self.seconds[self.stage] = now - self.since
+        self.stage, self.since = stage, now
+
+    def parts(self, loaded: Mapping[ModelKey, LoadedModel]) -> str:
+        """What took how long, of a swap that has ended, in words."""
+        assert self.load is not None
+        model, seconds = loaded[self.load], {**self.seconds}
+        seconds[self.stage] = time.monotonic() - self.since
+        stages = "".join(f"{stage} {took:.2f} s, " for stage, took in seconds.items())
+        forwards = count(model.num_forwards, "forward")
+        return f"{stages}of which the proof {model.proof_seconds:.2f} s with {forwards}"
 
     def _run(self) -> Generator[None, None, None]:
         if self.load is not None:
