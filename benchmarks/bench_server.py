@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from measure import llama, options, report
+from measure import llama, options_parser, report
 from mlx.utils import tree_flatten
 
 from mlx_blockpool.demo import model_path
@@ -165,18 +165,21 @@ def run(name: str, model: Path, agents: int, turns: int, system: str) -> dict[st
 
 
 if __name__ == "__main__":
-    args = options(__doc__ or "")
+    parser = options_parser(__doc__ or "")
+    parser.add_argument("--model", type=Path, help="a folder in place of a random model")
+    args = parser.parse_args()
     agents, turns, repeats, rounds = (3, 2, 12, 1) if args.quick else (5, 3, 90, 3)
     system = (
         "You are a helpful assistant that answers questions about blocks, slabs and prefixes. "
         * repeats
     )
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
+        if args.model is None:
+            make_model(Path(folder))
         found: dict[str, list[dict[str, Any]]] = {"ours": [], "stock": []}
         for _ in range(rounds):
             for name in found:
-                found[name].append(run(name, Path(folder), agents, turns, system))
+                found[name].append(run(name, args.model or Path(folder), agents, turns, system))
     assert found["ours"][0]["replies"] == found["stock"][0]["replies"], "the replies differ"
     figures: dict[str, Any] = {}
     for key in ("wall_s", "ttft_p95_s", "ttft_later_turns_s", "cached_tokens", "resident_mb"):

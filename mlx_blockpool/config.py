@@ -88,10 +88,6 @@ class PoolConfig:
         None  # hard limit for keys and values; None: half of the memory that the model leaves free
     )
     preallocate: bool = False  # allocate the whole pool at the start instead of slab by slab
-    slabs: int = 4  # an ordinary slab takes at most 1/slabs of the budget, ...
-    # ... and at most this many blocks. Larger slabs give longer runs, smaller ones are allocated
-    # later
-    slab_blocks: int = 64
     max_tokens: int = (
         512  # tokens that acquire() reserves after a prompt in scripts that pass no other number
     )

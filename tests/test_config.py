@@ -98,7 +98,7 @@ def test_no_field_is_read_from_its_class() -> None:
 
 def test_defaults_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
-        PoolConfig().slabs = 8  # type: ignore[misc]
+        PoolConfig().states = 8  # type: ignore[misc]
 
 
 def test_bits_are_8_or_4_and_groups_32_64_or_128() -> None:

@@ -129,14 +129,14 @@ def test_a_step_projects_all_members_at_once_and_has_the_logits_of_each_alone(
     ("name", "path"),
     [("deepseek_v3", "ragged"), ("deepseek_v3", "shared"), ("deepseek_v32", "ragged")],
 )
-@pytest.mark.parametrize("slab_blocks", [64, 2])
+@pytest.mark.parametrize("preallocate", [True, False])
 @pytest.mark.parametrize("bits", [None, BITS], ids=str)
 def test_members_read_a_common_prefix_in_several_runs(
-    name: str, path: str, slab_blocks: int, bits: KVBits | None
+    name: str, path: str, preallocate: bool, bits: KVBits | None
 ) -> None:
     """In one slab or in several."""
     model = make(name, bits)
-    arena = open_pool(model, POOL, PoolConfig(bits=bits, slab_blocks=slab_blocks))
+    arena = open_pool(model, POOL, PoolConfig(bits=bits, preallocate=preallocate))
     prefix, tails = prompt(1, 600), [prompt(2, 5), prompt(3, 70), prompt(4, 1)]
     (first,) = prefilled(model, arena, [prefix])
     sequences = [copy.deepcopy(first) for _ in tails]

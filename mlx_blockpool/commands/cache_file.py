@@ -106,9 +106,7 @@ class StoredModel:
         pool_bytes = (
             blocks * sum(self.spec.bytes_per_block(group) for group in self.spec.groups) + states
         )
-        arena = KVArena(
-            self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks, state_bytes=states)
-        )
+        arena = KVArena(self.spec, pool_bytes, PoolConfig(state_bytes=states))
         # Runs are joined when they are saved; no lookup needs to copy them into one.
         arena.capabilities = RAGGED
         store = open_store(

@@ -121,6 +121,11 @@ class KVArena:
                 self._slabs[g, i] = Slab(self.spec, self.spec.groups[g], blocks)
         self._layout = self.pool.layout_version
 
+    def settle(self) -> None:
+        """Give back empty slabs that the pool need not hold, and free their arrays."""
+        self.pool.settle()
+        self.sync()
+
     def evict_with(self, evict_for: Callable[[Mapping[int, int]], None]) -> None:
         """Let evict_for() call this method as long as its object lives."""
         self._evictor = weakref.WeakMethod(evict_for)

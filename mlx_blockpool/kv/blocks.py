@@ -133,7 +133,7 @@ class BlockCounts:
 class GroupBlocks:
     """Every block of one layer group, the `index`-th of its model.
 
-    stride:       the most blocks that a slab can have; `slab_blocks`: those of an ordinary one.
+    stride:       the most blocks that a slab can have.
     slabs:        slab index -> blocks in it.
     evictable:    the cached blocks that no table holds, pinned ones included; the least recently
                   used first.
@@ -145,14 +145,11 @@ class GroupBlocks:
     num_evicted, num_copied: as in BlockCounts.
     """
 
-    def __init__(
-        self, index: int, group: LayerGroup, bytes_per_block: int, stride: int, slab_blocks: int
-    ) -> None:
+    def __init__(self, index: int, group: LayerGroup, bytes_per_block: int, stride: int) -> None:
         self.index = index
         self.group = group
         self.bytes_per_block = bytes_per_block
         self.stride = stride
-        self.slab_blocks = slab_blocks
         self.blocks: dict[int, BlockRefs] = {}
         self.free = FreeRuns(stride)
         self.evictable: OrderedDict[int, None] = OrderedDict()
@@ -222,6 +219,16 @@ class GroupBlocks:
         return self.free.is_run(ids.start, ids.stop) or (
             evicting > FREE and all(self.use(i) <= evicting for i in ids)
         )
+
+    def surplus_slab(self, count: int) -> int | None:
+        """The largest empty slab that can be given back, where more than half of the blocks, and of
+        one more, stay free once `count` are taken.
+        """
+        spare = self.available - count
+        if 2 * spare <= len(self.blocks) + 1:
+            return None
+        empty = [i for i, size in self.slabs.items() if size <= spare and self.can_drop(i, FREE)]
+        return max(empty, key=lambda i: self.slabs[i], default=None)
 
     # -- references --------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ ROWS = ((1,), (2, 1, 5), (17, 9, 16))
 # Larger windows are tried as if they had this size.
 MOST_WINDOW = 600
 # More than all members take; runs end where slabs do.
-BLOCKS, SLAB_BLOCKS = 64, 8
+BLOCKS = 64
 # The spread of scores.
 SPREAD = 2.0
 # How far results may be apart, in parts of the largest. Both sides round 16 bits, and scores of the
@@ -135,7 +135,7 @@ def _difference(arena: KVArena, layer: FullLayer, inputs: AttentionInputs) -> fl
 
     if isinstance(layer, WindowLayer):
         layer = replace(layer, max_size=min(layer.max_size, MOST_WINDOW))
-    own = scratch_arena(arena, layer, 1, BLOCKS, SLAB_BLOCKS, has_kernel=True)
+    own = scratch_arena(arena, layer, 1, BLOCKS, preallocate=False, has_kernel=True)
     own.decode.streams = 1
     members = (
         _windows(own, layer.max_size, random)

@@ -185,7 +185,7 @@ class PathTrial:
             blocks_for(tokens + MOST_STEPS + shape.rows) for tokens in shape.own
         )
         self.arena = scratch_arena(
-            arena, layer, _layers(arena.spec, group, shape, blocks), blocks, blocks, has_kernel
+            arena, layer, _layers(arena.spec, group, shape, blocks), blocks, True, has_kernel
         )
         self.inputs, self.shape = inputs, shape
         self._paths = ["ragged"] + ["shared"] * bool(shape.shared) + ["kernel"] * has_kernel

@@ -20,6 +20,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
@@ -40,8 +41,10 @@ def remedy(spec: ModelCacheSpec) -> str:
 class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
 
-    Memory is taken slab by slab; the owner of the arrays follows `layout_version` and the slabs of
-    the `groups`.
+    Memory is taken slab by slab: each brings its group to one block less than twice the blocks in
+    use, those that are held, cached or reserved. A slab that empties is given back while more than
+    half of its group is free. The owner of the arrays follows `layout_version` and the slabs of the
+    `groups`.
     """
 
     def __init__(
@@ -66,20 +69,18 @@ class BlockPool:
         self.spec = spec
         self.pool_bytes = pool_bytes
         self._most_tokens = most_tokens
-        self.groups: list[GroupBlocks] = []
-        for index, (group, size) in enumerate(zip(spec.groups, sizes, strict=True)):
-            slab_blocks = min(pool_bytes // config.slabs // size, config.slab_blocks)
-            self.groups.append(
-                GroupBlocks(index, group, size, pool_bytes // size, max(1, slab_blocks))
-            )
+        self.groups = [
+            GroupBlocks(index, group, size, pool_bytes // size)
+            for index, (group, size) in enumerate(zip(spec.groups, sizes, strict=True))
+        ]
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._returned: deque[tuple[int, list[int], int]] = deque()
         # Changes whenever a slab is added or released.
         self.layout_version = 0
+        self._is_preallocated = config.preallocate
         if config.preallocate:
             for index, count in self._largest_sequence().items():
-                blocks = self.groups[index]
-                self._grow(blocks, min(count, self.bytes_left // blocks.bytes_per_block), 0)
+                self._add_slab(self.groups[index], count)
 
     # -- tables ------------------------------------------------------------------------------------
 
@@ -94,8 +95,9 @@ class BlockPool:
 
         Later extends of these tables cannot fail.
         """
-        self.drain()
-        self._grow_for(by_group(tables, counts))
+        needed = by_group(tables, counts)
+        self._give_back(needed)
+        self._grow_for(needed)
         for table, count in zip(tables, counts, strict=True):
             table.reserve(count)
             self.groups[table.group].reserved += count
@@ -108,8 +110,7 @@ class BlockPool:
         """
         self._check_cap(table, count)
         if count > 1:
-            self.drain()
-            self._add_slab_for_run(table.group, count)
+            self._add_slab_for_run(table, count)
         table.ids += self._take(table, count, table.ids[-1] if table.ids else None)
         table.changed()
 
@@ -191,7 +192,7 @@ class BlockPool:
         recently used.
         """
         self.release_deferred(table)
-        self.drain()
+        self._give_back()
 
     def release_deferred(self, table: BlockTable) -> None:
         """release() for any thread and for finalizers: takes effect at the pool's next
@@ -208,6 +209,16 @@ class BlockPool:
             self.groups[group].release(reversed(ids))
             self.groups[group].reserved -= reserved
 
+    def _give_back(self, counts: Mapping[int, int] = MappingProxyType({})) -> None:
+        """drain(), and give back empty slabs of groups that are more than half free, once
+        counts[group] more blocks are in use.
+        """
+        self.drain()
+        for group, blocks in enumerate(self.groups):
+            needed = counts.get(group, 0)
+            while not self._is_preallocated and (index := blocks.surplus_slab(needed)) is not None:
+                self._drop_slab(blocks, index)
+
     # -- figures -----------------------------------------------------------------------------------
 
     @property
@@ -220,8 +231,10 @@ class BlockPool:
         return [g.counts() for g in list(self.groups)]
 
     def settle(self) -> list[BlockCounts]:
-        """counts() after all deferred releases. Generation thread only."""
-        self.drain()
+        """counts() after all deferred releases, with empty slabs given back. Generation thread
+        only.
+        """
+        self._give_back()
         return self.counts()
 
     def sequence_capacity(self) -> int:
@@ -248,7 +261,7 @@ class BlockPool:
 
     def check(self) -> None:
         """The invariant, with figures. Raises AssertionError: a broken pool is our own bug."""
-        self.drain()
+        self._give_back()
         assert self.nbytes <= self.pool_bytes, f"{self.nbytes} bytes > {self.pool_bytes} allowed"
         for blocks in self.groups:
             blocks.check(t for t in self._tables if t.group == blocks.index)
@@ -273,32 +286,39 @@ class BlockPool:
             )
         for group, index in self.droppable_slabs(FREE):
             if self.bytes_to_grow(counts) > self.bytes_left:
-                self.groups[group].drop_slab(index)
-                self.layout_version += 1
+                self._drop_slab(self.groups[group], index)
         # Bytes beyond the need are divided between the groups, so that slabs are not smaller than
         # they must be.
         spare = (self.bytes_left - self.bytes_to_grow(counts)) // (2 * len(self.groups) - 1)
         for group, blocks in enumerate(self.groups):
-            self._grow(
-                blocks, counts.get(group, 0) - blocks.available, spare // blocks.bytes_per_block
-            )
+            if (short := counts.get(group, 0) - blocks.available) > 0:
+                used = len(blocks.blocks) + short
+                self._add_slab(blocks, short + min(spare // blocks.bytes_per_block, used - 1))
 
-    def _add_slab_for_run(self, group: int, count: int) -> None:
-        """Add a slab for `count` neighbouring blocks and more, if the free blocks are too
-        scattered and the budget allows it.
+    def _add_slab_for_run(self, table: BlockTable, count: int) -> None:
+        """Add a slab before it is needed, for `count` neighbouring blocks, if the free blocks are
+        too scattered and it has half the size of all before it, so that slabs stay few.
         """
-        blocks = self.groups[group]
-        affordable = self.bytes_left // blocks.bytes_per_block
-        if blocks.free.longest < count <= affordable:
-            blocks.add_slab(min(blocks.stride, affordable, count + blocks.slab_blocks))
+        blocks = self.groups[table.group]
+        taken = {table.group: max(0, count - table.reserved)}
+        self._give_back(taken)
+        total = len(blocks.blocks)
+        size = min(
+            self.bytes_left // blocks.bytes_per_block,
+            2 * (total - blocks.available + taken[table.group]) - 1 - total,
+        )
+        if blocks.free.longest < count <= size and total <= 2 * size:
+            self._add_slab(blocks, size)
+
+    def _add_slab(self, blocks: GroupBlocks, count: int) -> None:
+        """Add a slab of `count` blocks, or of those that the budget has bytes for."""
+        if (count := min(count, self.bytes_left // blocks.bytes_per_block)) > 0:
+            blocks.add_slab(count)
             self.layout_version += 1
 
-    def _grow(self, blocks: GroupBlocks, short: int, spare: int) -> None:
-        while short > 0:
-            size = min(blocks.stride, short + spare, max(blocks.slab_blocks, short))
-            blocks.add_slab(size)
-            self.layout_version += 1
-            short -= size
+    def _drop_slab(self, blocks: GroupBlocks, index: int) -> None:
+        blocks.drop_slab(index)
+        self.layout_version += 1
 
     def bytes_to_grow(self, counts: Mapping[int, int]) -> int:
         """Bytes of new slabs for `counts`, and for other groups whose slabs were released and
@@ -366,8 +386,8 @@ class BlockPool:
             )
 
     def _take(self, table: BlockTable, count: int, after: int | None) -> list[int]:
-        self.drain()
         reserved = min(count, table.reserved)
+        self._give_back({table.group: count - reserved})
         self._grow_for({table.group: count - reserved})
         blocks = self.groups[table.group]
         blocks.reserved -= reserved

@@ -26,6 +26,7 @@ from .attach import bind, classes_of, detached, is_by_member, restore, sources_o
 from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
 from .pending_tokens import PendingTokens, padded_forward, takes_back
+from .pool import BlockPool
 from .prompt_cache import (
     batch_of,
     begin_chunks,
@@ -33,6 +34,7 @@ from .prompt_cache import (
     commit_rows,
     end_chunks,
     make_prompt_cache,
+    sequence_of,
 )
 from .proof import TOO_SMALL, difference_alone, long_prompts, too_small
 from .rounded_caches import rounded
@@ -43,6 +45,10 @@ log = logging.getLogger(__name__)
 
 # A step itself needs less, and copies of smaller slabs hardly cost anything.
 MEASURABLE_BYTES = 4 * 2**20
+
+# Blocks that are reserved for a sequence whose slabs are watched, where a quarter of the pool has
+# them.
+PROBED_BLOCKS = 32
 
 # Decode steps by which copies of slabs show: the last two begin while another one runs.
 STEPS = 3
@@ -578,7 +584,9 @@ def copies_slabs(model: Any, arena: KVArena, caches: list[Any] | None = None) ->
     device and model.
     """
     assert not arena.capabilities.synchronous, "steps that wait for each other copy nothing"
-    caches = caches or make_prompt_cache(model, arena)
+    if caches is None:
+        caches = make_prompt_cache(model, arena)
+        _enlarge_slabs(caches, arena.pool)
     with without_collectives(model):
         token = mx.zeros((1, 1), mx.int32)
         mx.eval(model(token, cache=caches))
@@ -593,3 +601,11 @@ def copies_slabs(model: Any, arena: KVArena, caches: list[Any] | None = None) ->
 
         pipelined(step, STEPS)
     return mx.get_peak_memory() - before > max(largest, MEASURABLE_BYTES)
+
+
+def _enlarge_slabs(caches: list[Any], pool: BlockPool) -> None:
+    """Reserve blocks for new caches: copies of their slabs show then."""
+    sequence = sequence_of(caches)
+    for table in () if sequence is None else sequence.tables:
+        size = 4 * len(pool.groups) * pool.groups[table.group].bytes_per_block
+        pool.reserve([table], [min(PROBED_BLOCKS, pool.bytes_left // size)])

@@ -25,10 +25,10 @@ from .shards import without_collectives
 
 
 def scratch_arena(
-    arena: KVArena, layer: FullLayer, layers: int, blocks: int, slab_blocks: int, has_kernel: bool
+    arena: KVArena, layer: FullLayer, layers: int, blocks: int, preallocate: bool, has_kernel: bool
 ) -> KVArena:
     """A pool of `blocks` for `layers` layers like `layer`, with keys and values alone, whose steps
-    run as in `arena`, by the kernel too if `has_kernel`.
+    run as in `arena`, by the kernel too if `has_kernel`; in one slab if `preallocate`.
     """
     layer = replace(layer, more=())
     spec = ModelCacheSpec(
@@ -37,7 +37,7 @@ def scratch_arena(
     found = KVArena(
         spec,
         blocks * spec.bytes_per_block(spec.groups[0]),
-        PoolConfig(slabs=1, slab_blocks=slab_blocks),
+        PoolConfig(preallocate=preallocate),
     )
     kernels = frozenset([0]) if has_kernel else frozenset[int]()
     found.capabilities = replace(

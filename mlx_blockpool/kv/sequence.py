@@ -150,6 +150,7 @@ class SequenceBlocks:
         self._reads.clear()
         for table in self.tables:
             self.pool.release(table)
+        self.arena.settle()
         self.count_states(0)
         self.released_by = released_by
         del self.tables

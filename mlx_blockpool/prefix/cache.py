@@ -471,6 +471,7 @@ class PrefixCache:
             ]
             self.index.remove_evicted(evicted)
             went = self.index.evict_state() or bool(evicted)
+        self.arena.settle()
 
     def pin(self, tokens: Tokens[int]) -> int:
         """Keep the cached part of `tokens` in memory until unpin(), without a limit.
@@ -528,6 +529,7 @@ class PrefixCache:
         self._pinned.clear()
         self.retention.clear()
         self.index.clear()
+        self.arena.settle()
 
     # -- figures -----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_blockpool.config import KVBits
+from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.capabilities import RAGGED
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
@@ -42,13 +42,18 @@ def numbered(
 
 
 def make_quantised(
-    *layers: Any, bits: KVBits | None = None, dtype: str = "float32", blocks: int = 40
+    *layers: Any,
+    bits: KVBits | None = None,
+    dtype: str = "float32",
+    blocks: int = 40,
+    preallocate: bool = False,
 ) -> KVArena:
     """A pool of these layers that holds 8 bits, or `bits`; ragged, as if its model were
     attached.
     """
     spec = ModelCacheSpec("test", layers, dtype).with_bits(bits or KVBits(8, 8))
-    arena = KVArena(spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups))
+    size = sum(spec.bytes_per_block(g) for g in spec.groups)
+    arena = KVArena(spec, blocks * size, PoolConfig(preallocate=preallocate))
     arena.capabilities = RAGGED
     return arena
 

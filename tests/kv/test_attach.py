@@ -22,7 +22,7 @@ from mlx_lm.models.cache import BatchKVCache
 from models import make_model
 from thorough import only, tried
 
-from mlx_blockpool.config import KVBits, PoolConfig
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind, detach
 from mlx_blockpool.kv.attention import attend_runs
@@ -30,7 +30,7 @@ from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.build import attach, describe, open_pool, quantised
 from mlx_blockpool.kv.capabilities import Capabilities
 from mlx_blockpool.kv.pending_tokens import padded_forward
-from mlx_blockpool.kv.probe import copies_slabs
+from mlx_blockpool.kv.probe import MEASURABLE_BYTES, copies_slabs
 from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache, member_of, pooled_caches
 from mlx_blockpool.kv.proof import distance, run
 from mlx_blockpool.kv.rounded_caches import rounded
@@ -294,9 +294,24 @@ class OneAttention:
         return mx.fast.scaled_dot_product_attention(x, keys, values, scale=1.0).reshape(1, 1, -1)
 
 
+def test_new_slabs_are_large_enough_for_copies_of_them_to_show() -> None:
+    spec = ModelCacheSpec("one", (FullLayer(8, 64, 64),), "float32")
+    arena = KVArena(spec, 200 * spec.bytes_per_block(spec.groups[0]))
+    sizes: list[int] = []
+
+    def model(token: mx.array, cache: list[Any]) -> mx.array:
+        cache[0].update_and_fetch(*mx.zeros((2, 1, 8, 1, 64)))
+        sizes.append(arena.arrays()[0].nbytes)
+        return mx.zeros((1, 1, 4))
+
+    copies_slabs(model, arena)
+    assert min(sizes) > MEASURABLE_BYTES
+    assert arena.pool.settle()[0].total <= 1
+
+
 def test_steps_in_flight_that_copy_slabs_are_found_out_and_forbidden() -> None:
     spec = ModelCacheSpec("one", (FullLayer(8, 64, 64),), "float32")
-    slabs = KVArena(spec, 64 * spec.bytes_per_block(spec.groups[0]), PoolConfig(slabs=1))
+    slabs = KVArena(spec, 64 * spec.bytes_per_block(spec.groups[0]))
     model = OneAttention()
     seed = pooled_caches(slabs)
     seed[0].update_and_fetch(*mx.zeros((2, 1, 8, 12_000, 64)))

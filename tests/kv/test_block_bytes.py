@@ -40,20 +40,19 @@ def make_slabs(
     dtype: str = "float32",
     layers: tuple[FullLayer, ...] = LAYERS,
     blocks: int = 8,
-    slabs: int = 2,
+    preallocate: bool = True,
     kv: KVBits | None = None,
 ) -> KVArena:
     spec = ModelCacheSpec("test", layers, dtype).with_bits(kv)
     size = sum(spec.bytes_per_block(g) for g in spec.groups)
-    return KVArena(spec, blocks * size, PoolConfig(slabs=slabs, preallocate=True))
+    return KVArena(spec, blocks * size, PoolConfig(preallocate=preallocate))
 
 
 def take(slabs: KVArena, count: int = 2) -> tuple[list[Any], list[list[tuple[int, int]]]]:
     """Tables of `count` blocks in each group, and their places: [[(group, block), ..], ..]."""
     tables = [slabs.pool.open_table(g) for g in slabs.full_groups]
-    slabs.pool.reserve(tables, [count] * len(tables))
-    for table in tables:
-        slabs.pool.extend(table, count)
+    for table in tables * count:
+        slabs.pool.extend(table, 1)
     return tables, [[(t.group, t.ids[i]) for t in tables] for i in range(count)]
 
 
@@ -122,19 +121,19 @@ def assert_equal(expected: list[Any], found: list[Any]) -> None:
 
 @pytest.mark.usefixtures("writes_in_place")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("slabs_count", "kv"), [(1, None), *((8, kv) for kv in KV)])
+@pytest.mark.parametrize(("preallocate", "kv"), [(True, None), *((False, kv) for kv in KV)])
 def test_copies_are_bit_equal_and_come_back_bit_equal(
-    dtype: str, slabs_count: int, kv: KVBits | None
+    dtype: str, preallocate: bool, kv: KVBits | None
 ) -> None:
-    """Words, scales and biases too, whatever numbers they stand for."""
-    slabs = make_slabs(dtype, slabs=slabs_count, kv=kv)
+    """Words, scales and biases too, whatever numbers they stand for; in one slab or in two."""
+    slabs = make_slabs(dtype, preallocate=preallocate, kv=kv)
     _, (first, second) = take(slabs)
     before = fill(slabs, first, 1)
     others = fill(slabs, second, 2)
     copies = copy_out(slabs, first, 0, BLOCK_TOKENS)
     assert_equal(before, bits_of(copies))
 
-    target = make_slabs(dtype, slabs=slabs_count, kv=kv)
+    target = make_slabs(dtype, preallocate=preallocate, kv=kv)
     _, (one, two) = take(target)
     kept = fill(target, one, 3)
     wanted = contents(target, target.full_groups, BLOCK_TOKENS)
@@ -168,7 +167,7 @@ def test_copies_outlive_the_block_and_its_next_content(
     dtype: str, blocks: int, kv: KVBits | None
 ) -> None:
     """Also where a block is a whole slab, whose slice could be shared instead of copied."""
-    slabs = make_slabs(dtype, blocks=blocks, slabs=blocks, kv=kv)
+    slabs = make_slabs(dtype, blocks=blocks, kv=kv)
     tables, (first,) = take(slabs, 1)
     fill(slabs, first, 1)
     copies = copy_out(slabs, first, 0, BLOCK_TOKENS)
@@ -202,7 +201,7 @@ def test_what_was_copied_in_may_change_at_once() -> None:
 
 @pytest.mark.usefixtures("writes_in_place")
 def test_a_step_in_flight_reads_what_was_there() -> None:
-    slabs = make_slabs(blocks=4, slabs=1)
+    slabs = make_slabs(blocks=4)
     _, (first, second) = take(slabs)
     fill(slabs, first, 1)
     slab, start = slabs.locate(*first[0])
@@ -224,7 +223,7 @@ def test_a_step_in_flight_reads_what_was_there() -> None:
 @pytest.mark.usefixtures("writes_in_place")
 @pytest.mark.parametrize("kv", [None, KVBits(8, 4)])
 def test_no_slab_moves(kv: KVBits | None) -> None:
-    slabs = make_slabs("bfloat16", blocks=4, slabs=1, kv=kv)
+    slabs = make_slabs("bfloat16", blocks=4, kv=kv)
     _, places = take(slabs, 4)
     for i, place in enumerate(places):
         fill(slabs, place, i)
@@ -280,7 +279,7 @@ def test_a_slab_that_is_filled_at_once_is_copied_out_and_in() -> None:
     """As a model writes: keys whose heads and tokens were swapped, for all of a slab of one
     block.
     """
-    slabs = make_slabs(layers=(FullLayer(2, 64, 64),), blocks=1, slabs=1)
+    slabs = make_slabs(layers=(FullLayer(2, 64, 64),), blocks=1)
     _, ((place,),) = take(slabs, 1)
     slab, start = slabs.locate(*place)
     keys, values = (mx.random.normal((1, BLOCK_TOKENS, 2, 64)).swapaxes(1, 2) for _ in range(2))

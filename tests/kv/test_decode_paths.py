@@ -557,7 +557,7 @@ def test_a_step_of_two_members_makes_few_python_calls(bits: KVBits | None, most:
     comprehensions.
     """
     model = make_model("llama", **(WIDE if bits else {}))
-    arena = open_pool(model, 30_000_000, PoolConfig(bits=bits))
+    arena = open_pool(model, 30_000_000, PoolConfig(bits=bits, preallocate=True))
     arena.decode.streams = 1
     sequences = [make_prompt_cache(model, arena) for _ in range(2)]
     for caches, length in zip(sequences, (20, 21), strict=True):

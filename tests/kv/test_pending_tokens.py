@@ -18,6 +18,7 @@ import pytest
 from architectures.pooled import POOL, make_model, prompt, stock
 from thorough import only, seeds
 
+from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.kv.attach import detach
 from mlx_blockpool.kv.build import open_pool
@@ -85,7 +86,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 def opened(name: str, start: int) -> list[Any]:
     """Caches of a new pool that hold the first tokens."""
     model = make_model(name)
-    caches = make_prompt_cache(model, open_pool(model, POOL))
+    caches = make_prompt_cache(model, open_pool(model, POOL, PoolConfig(preallocate=True)))
     if start:
         mx.eval(model(mx.array([tokens_of(start)]), cache=caches), [c.state for c in caches])
     return caches
@@ -239,7 +240,7 @@ def test_members_of_a_batch_are_verified_together(type_: str, seed: int) -> None
     reach the states.
     """
     rng, model, starts = random.Random(seed), make_model(type_), [3, 250, 0, 40]
-    arena = open_pool(model, POOL)
+    arena = open_pool(model, POOL, PoolConfig(preallocate=True))
     ragged = arena.capabilities.ragged
     if not ragged:
         # Its caches do not merge.

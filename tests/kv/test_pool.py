@@ -4,10 +4,14 @@ bytes.
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from thorough import tried
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
@@ -29,7 +33,7 @@ def spec_of(*layers: FullLayer) -> ModelCacheSpec:
 
 def one_slab(blocks: int) -> BlockPool:
     """A pool of one full layer whose blocks are neighbours."""
-    return BlockPool(spec_of(FULL), blocks * BLOCK, PoolConfig(slabs=1, preallocate=True))
+    return BlockPool(spec_of(FULL), blocks * BLOCK, PoolConfig(preallocate=True))
 
 
 def two_groups(blocks: int, **config: Any) -> BlockPool:
@@ -111,7 +115,7 @@ def test_a_block_of_its_own_lies_next_to_the_one_before_it_where_that_is_free() 
 
 
 def test_runs_do_not_cross_slabs() -> None:
-    pool = two_groups(12, slabs=3)
+    pool = two_groups(12)
     tables = [pool.open_table(0), pool.open_table(1)]
     for _ in range(4):
         for table in tables:
@@ -194,10 +198,9 @@ def test_exhausted_keeps_the_slabs_of_all_groups() -> None:
     assert state(pool) == before
 
 
-@pytest.mark.parametrize("slabs", [1, 2, 3, 4, 100])
 @pytest.mark.parametrize("pool_bytes", [2 * BLOCK, 5 * BLOCK + 1, 11 * BLOCK - 1, 30 * BLOCK + 77])
-def test_the_byte_budget_is_hard(pool_bytes: int, slabs: int) -> None:
-    pool = BlockPool(spec_of(FULL, WINDOW), pool_bytes, PoolConfig(slabs=slabs))
+def test_the_byte_budget_is_hard(pool_bytes: int) -> None:
+    pool = BlockPool(spec_of(FULL, WINDOW), pool_bytes)
     tables: list[BlockTable] = []
     for step in range(60):
         table = pool.open_table(step % 2)
@@ -434,7 +437,7 @@ def test_make_room_leaves_pinned_and_promised_blocks() -> None:
 
 
 def test_make_room_lets_the_pool_grow_before_it_evicts() -> None:
-    pool = BlockPool(spec_of(FULL), 8 * BLOCK, PoolConfig(slabs=8))
+    pool = BlockPool(spec_of(FULL), 8 * BLOCK)
     evictable(pool, 2)
     assert evict_for(pool, {0: 6}) == []
     table = table_with(pool, 6)
@@ -443,13 +446,11 @@ def test_make_room_lets_the_pool_grow_before_it_evicts() -> None:
 
 
 def test_an_empty_slab_goes_to_the_group_that_needs_it() -> None:
-    pool = two_groups(8)
-    pool.release(table_with(pool, 8))
-    assert pool.nbytes == 8 * BLOCK
-    ring = table_with(pool, 4, group=1)
-    assert len(ring) == 4
-    assert pool.nbytes <= 8 * BLOCK
-    assert pool.counts()[0].total <= 4
+    pool = two_groups(8, preallocate=True)
+    assert [counts.total for counts in pool.counts()] == [4, 4]
+    table = table_with(pool, 8)
+    assert len(table) == 8
+    assert [counts.total for counts in pool.counts()] == [8, 0]
     pool.check()
 
 
@@ -465,7 +466,7 @@ def test_a_slab_of_evictable_blocks_goes_to_the_group_that_needs_it() -> None:
 
 
 def test_a_slab_in_use_stays() -> None:
-    pool = two_groups(8, slabs=1)
+    pool = two_groups(8)
     table = table_with(pool, 8)
     kept = list(table.ids)
     before = state(pool)
@@ -474,6 +475,64 @@ def test_a_slab_in_use_stays() -> None:
         table_with(pool, 1, group=1)
     assert state(pool) == before
     assert table.ids == kept
+
+
+@tried(100, 3000)
+@given(st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.integers(1, 9)), max_size=60))
+def test_a_pool_has_at_most_twice_what_is_used_in_few_slabs(
+    steps: list[tuple[int, bool, int]],
+) -> None:
+    """Whether sequences reserve their blocks or take them, alone or together."""
+    pool = two_groups(10_000)
+    tables = [pool.open_table(0) for _ in range(8)]
+    for number, reserves, count in steps:
+        if reserves:
+            pool.reserve([tables[number]], [count])
+        else:
+            pool.extend(tables[number], count)
+        (counts, _), slabs = pool.settle(), pool.groups[0].slabs.values()
+        used = counts.held + counts.reserved
+        assert counts.total <= 2 * used - 1
+        assert len(slabs) <= 1 + math.log(counts.total, 1.5)
+    for table in tables:
+        pool.release(table)
+    assert pool.nbytes <= BLOCK
+
+
+def test_a_full_pool_has_a_slab_for_each_doubling() -> None:
+    pool = BlockPool(spec_of(FULL), 1000 * BLOCK)
+    table = pool.open_table(0)
+    for _ in range(1000):
+        pool.extend(table, 1)
+    assert list(pool.groups[0].slabs.values()) == [2**i for i in range(9)] + [489]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_eight_agents_of_8k_tokens_lie_in_few_slabs(together: bool) -> None:
+    pool = BlockPool(spec_of(FULL), 10_000 * BLOCK)
+    tables = [pool.open_table(0) for _ in range(8)]
+    if together:
+        pool.reserve(tables, [33] * 8)
+    for table in tables:
+        pool.reserve([table], [0 if together else 33])
+        pool.extend(table, 32)
+    for table in tables:
+        pool.extend(table, 1)
+    assert len(pool.groups[0].slabs) <= 4
+    assert all(len(table.runs) <= 2 for table in tables)
+
+
+def test_what_is_empty_is_given_back_while_more_than_half_is_free() -> None:
+    pool = BlockPool(spec_of(FULL), 100 * BLOCK)
+    tables = [table_with(pool, count) for count in (1, 2, 4, 8)]
+    assert list(pool.groups[0].slabs.values()) == [1, 4, 8, 16]
+    pool.release(tables[1])
+    assert list(pool.groups[0].slabs.values()) == [1, 8, 16]
+    pool.cut(tables[3], 1)
+    pool.release(tables[2])
+    assert list(pool.groups[0].slabs.values()) == [1, 16], "one block is held in the last slab"
+    pool.release(tables[3])
+    assert list(pool.groups[0].slabs.values()) == [1]
 
 
 def test_layout_changes_with_every_slab() -> None:
@@ -487,7 +546,7 @@ def test_layout_changes_with_every_slab() -> None:
 
 
 def test_make_room_is_enough_for_reserve_in_all_groups_together() -> None:
-    pool = BlockPool(spec_of(FULL, WINDOW), 6 * BLOCK, PoolConfig(slabs=6))
+    pool = BlockPool(spec_of(FULL, WINDOW), 6 * BLOCK)
     evictable(pool, 3)
     free = pool.counts()[0].free
     # The pool can grow by 3 - free blocks. They are for the window; the full layer has 3 evictable
@@ -500,7 +559,7 @@ def test_make_room_is_enough_for_reserve_in_all_groups_together() -> None:
 
 
 def test_make_room_evicts_nothing_for_room_that_is_promised_to_others() -> None:
-    pool = two_groups(20, slabs=1)
+    pool = two_groups(20)
     table = pool.open_table(0)
     pool.reserve([table], [14])
     evictable(pool, 2, group=1)
@@ -797,9 +856,9 @@ def test_surplus_blocks_are_evicted_first_until_they_are_used_again() -> None:
 
 
 def test_a_slab_of_surplus_blocks_goes_before_a_block_that_is_none() -> None:
-    pool = two_groups(16, slabs=4)
+    pool = two_groups(16)
     full, window = evictable(pool, 4), evictable(pool, 4, group=1)
-    assert pool.groups[0].slabs == pool.groups[1].slabs == {0: 8}
+    assert pool.groups[0].slabs == pool.groups[1].slabs == {0: 7}
     for block in window:
         pool.groups[1].demote(block)
     assert set(evict_for(pool, {0: 6})) == {(1, block) for block in window}

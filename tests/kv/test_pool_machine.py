@@ -43,12 +43,12 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(6, 14),
         extra=st.integers(0, 4095),
-        slabs=st.integers(1, 5),
         preallocate=st.booleans(),
     )
-    def start(self, blocks: int, extra: int, slabs: int, preallocate: bool) -> None:
+    def start(self, blocks: int, extra: int, preallocate: bool) -> None:
+        self.preallocate = preallocate
         self.pool_bytes = blocks * 4096 + extra
-        config = PoolConfig(slabs=slabs, preallocate=preallocate)
+        config = PoolConfig(preallocate=preallocate)
         self.pool = BlockPool(SPEC, self.pool_bytes, config)
         self.tables: list[tuple[BlockTable, list[int]]] = []
         self.reserved: dict[int, int] = {}
@@ -354,6 +354,17 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.nbytes <= self.pool_bytes
         sizes = [sum(self.pool.groups[g].slabs.values()) * SIZES[g] for g in range(2)]
         assert self.pool.nbytes == sum(sizes)
+
+    @invariant()
+    def no_slab_is_empty_that_could_be_given_back(self) -> None:
+        for blocks, counts in zip(self.pool.groups, self.pool.settle(), strict=True):
+            used = counts.held + counts.evictable + counts.reserved
+            if counts.total > 2 * used + 1 and not self.preallocate:
+                in_use = self.in_use(blocks.index)
+                assert all(
+                    size > counts.total - used or in_use & set(blocks.slab_ids(i))
+                    for i, size in blocks.slabs.items()
+                )
 
     @invariant()
     def tables_have_their_blocks(self) -> None:

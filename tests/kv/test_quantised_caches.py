@@ -111,7 +111,7 @@ def test_a_ring_beyond_its_wrap_holds_each_token_as_it_was_quantised_first(
 
 
 def test_a_chunk_layer_follows_a_rounded_chunked_cache() -> None:
-    ours = pooled_caches(make_quantised(CHUNK))[0]
+    ours = pooled_caches(make_quantised(CHUNK, preallocate=True))[0]
     stock, forks, runs = rounded_cache(ChunkedKVCache(280), ours.forms), [], []
     for start, count in ((0, 200), (200, 150), (350, 1), (351, 1), (352, 400), (752, 1)):
         for cache in (ours, stock):
@@ -202,6 +202,8 @@ def test_a_state_keeps_no_blocks() -> None:
 
 def test_writing_and_reading_states_copies_no_slab() -> None:
     arena = make_quantised(WindowLayer(HEADS, 64, 64, 300), FULL, blocks=400)
+    others = [arena.pool.open_table(group) for group in range(2)]
+    arena.pool.reserve(others, [64, 64])
     caches = pooled_caches(arena)
     for cache in caches:
         cache.update_and_fetch(*drawn(0, 290))

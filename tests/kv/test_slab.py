@@ -185,7 +185,7 @@ def test_a_fork_that_is_written_has_a_copy_with_the_same_words(bits: KVBits) -> 
 
 @pytest.mark.parametrize("bits", [None, KVBits()], ids=str)
 def test_a_copy_from_a_slab_of_one_block_shares_no_buffer(bits: KVBits | None) -> None:
-    arena = make_arena(bits, blocks=3, slab_blocks=1)
+    arena = make_arena(bits, blocks=3)
     sequences = [SequenceBlocks(arena), SequenceBlocks(arena)]
     (((first, _, _),), ((second, _, _),)) = (s.writable(0, 0, 1) for s in sequences)
     assert first is not second

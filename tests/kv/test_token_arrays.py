@@ -62,9 +62,12 @@ STEPS = st.lists(
 )
 
 
-def make_arena(*layers: Any, bits: KVBits | None = None, blocks: int = 60) -> KVArena:
+def make_arena(
+    *layers: Any, bits: KVBits | None = None, blocks: int = 60, preallocate: bool = False
+) -> KVArena:
     spec = ModelCacheSpec("test", layers, "bfloat16").with_bits(bits)
-    arena = KVArena(spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups))
+    size = sum(spec.bytes_per_block(g) for g in spec.groups)
+    arena = KVArena(spec, blocks * size, PoolConfig(preallocate=preallocate))
     arena.capabilities = RAGGED
     return arena
 
@@ -244,7 +247,7 @@ def test_the_arrays_take_what_the_spec_says_and_no_more_than_the_pool(bits: KVBi
 
 
 def test_a_decode_step_writes_one_scatter_for_each_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = make_arena(LAYERS["full"])
+    arena = make_arena(LAYERS["full"], preallocate=True)
     members = [Followed(arena, LAYERS["full"], 10 * i) for i in range(4)]
     for member, length in zip(members, (3, 50, 9, 300), strict=True):
         member.write(length)
@@ -267,7 +270,7 @@ def test_a_decode_step_writes_one_scatter_for_each_array(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["full", "others alone", "window"])
 def test_no_slab_moves_while_steps_write_all_arrays(name: str) -> None:
-    arena = make_arena(LAYERS[name], bits=KVBits(8, 4, 32))
+    arena = make_arena(LAYERS[name], bits=KVBits(8, 4, 32), preallocate=True)
     members = [Followed(arena, LAYERS[name], 10 * i) for i in range(3)]
     for member, length in zip(members, (3, 50, 310), strict=True):
         member.write(length)

@@ -50,12 +50,11 @@ afterwards = st.none() | st.tuples(
 class PrefixMachine(ConversationMachine):
     @initialize(
         size=st.integers(60_000, 400_000),
-        slabs=st.integers(1, 5),
         ragged=st.booleans(),
         preallocate=st.booleans(),
     )
-    def start(self, size: int, slabs: int, ragged: bool, preallocate: bool) -> None:
-        self.arena = KVArena(SPEC, size, PoolConfig(slabs=slabs, preallocate=preallocate))
+    def start(self, size: int, ragged: bool, preallocate: bool) -> None:
+        self.arena = KVArena(SPEC, size, PoolConfig(preallocate=preallocate))
         self.arena.capabilities = Capabilities(ragged=ragged)
         self.pool_bytes = size
         self.prefix = PrefixCache(self.arena, "test")

@@ -21,7 +21,7 @@ from store.disks import QuickDisk
 from store.stores import open_store, record_files, temporaries
 from thorough import tried
 
-from mlx_blockpool.config import KVBits, PoolConfig
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.capabilities import RAGGED
@@ -48,27 +48,24 @@ LARGER = QUANTISED.bytes_per_block(QUANTISED.groups[0]) // PLAIN.bytes_per_block
 class StoredMachine(ConversationMachine):
     @initialize(
         size=st.integers(60_000, 250_000),
-        slabs=st.integers(1, 5),
         store_bytes=st.sampled_from([30_000, 70_000, 150_000, 10**9]),
         queue_bytes=st.sampled_from([1, 30_000, 10**9]),
         spec=st.sampled_from([PLAIN, QUANTISED]),
     )
-    def start(
-        self, size: int, slabs: int, store_bytes: int, queue_bytes: int, spec: ModelCacheSpec
-    ) -> None:
+    def start(self, size: int, store_bytes: int, queue_bytes: int, spec: ModelCacheSpec) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.spec, self.factor = spec, 1 if spec is PLAIN else LARGER
         self.config = {
             "store_bytes": store_bytes * self.factor,
             "queue_bytes": queue_bytes * self.factor,
         }
-        self.pool = (size * self.factor, slabs)
+        self.pool_bytes = size * self.factor
         self.past: list[list[int]] = [[1, 2, 3]]
         self.is_damaged = self.has_orphans = False
         self.open()
 
     def open(self) -> None:
-        self.arena = KVArena(self.spec, self.pool[0], PoolConfig(slabs=self.pool[1]))
+        self.arena = KVArena(self.spec, self.pool_bytes)
         self.arena.capabilities = RAGGED
         self.store = open_store(self.folder, QuickDisk(), **self.config)
         self.prefix = TieredPrefixCache(self.arena, store=self.store)
