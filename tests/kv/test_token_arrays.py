@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from mlx_blockpool.kv.prompt_cache import as_stock, batch_of, pooled_caches
 from mlx_blockpool.kv.quantised import dense
 from mlx_blockpool.kv.rounded_caches import rounded_cache
 from mlx_blockpool.kv.sequence import join
+from mlx_blockpool.kv.slab import Slab
 from mlx_blockpool.spec import ChunkLayer, FullLayer, ModelCacheSpec, TokenArray, WindowLayer
 
 MORE = (
@@ -264,6 +266,32 @@ def test_a_decode_step_writes_one_scatter_for_each_array(monkeypatch: pytest.Mon
     monkeypatch.setattr(slab, "scatter", scatter)
     decode(members)
     assert calls == [(4,) * 5]
+    for member in members:
+        member.check()
+
+
+def test_a_decode_step_writes_at_most_twice_into_each_of_few_slabs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arena = make_arena(LAYERS["full"])
+    members = [Followed(arena, LAYERS["full"], 10 * i) for i in range(8)]
+    for member, length in zip(members, (3, 300, 9, 50, 310, 7, 255, 20), strict=True):
+        member.write(length)
+    calls: Counter[int] = Counter()
+    for method in (Slab.write, Slab.scatter):
+
+        def counted(slab: Slab, *given: Any, method: Callable[..., None] = method) -> None:
+            calls[id(slab)] += 1
+            method(slab, *given)
+
+        monkeypatch.setattr(Slab, method.__name__, counted)
+    mx.eval(arena.arrays())
+    before = [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in arena.arrays()]
+    decode(members)
+    mx.eval(arena.arrays())
+    assert before == [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in arena.arrays()]
+    assert len(calls) == len(arena.pool.groups[0].slabs) == 3
+    assert max(calls.values()) <= 2
     for member in members:
         member.check()
 
