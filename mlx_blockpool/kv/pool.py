@@ -20,7 +20,6 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
@@ -42,9 +41,9 @@ class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
 
     Memory is taken slab by slab: each brings its group to one block less than twice the blocks in
-    use, those that are held, cached or reserved. A slab that empties is given back while more than
-    half of its group is free. The owner of the arrays follows `layout_version` and the slabs of the
-    `groups`.
+    use, those that are held, cached or reserved. An empty slab is given back by settle(), and when
+    its group takes blocks, while more than half of the group is free. The owner of the arrays
+    follows `layout_version` and the slabs of the `groups`.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class BlockPool:
         recently used.
         """
         self.release_deferred(table)
-        self._give_back()
+        self.drain()
 
     def release_deferred(self, table: BlockTable) -> None:
         """release() for any thread and for finalizers: takes effect at the pool's next
@@ -209,14 +208,14 @@ class BlockPool:
             self.groups[group].release(reversed(ids))
             self.groups[group].reserved -= reserved
 
-    def _give_back(self, counts: Mapping[int, int] = MappingProxyType({})) -> None:
-        """drain(), and give back empty slabs of groups that are more than half free, once
-        counts[group] more blocks are in use.
+    def _give_back(self, counts: Mapping[int, int]) -> None:
+        """drain(), and give back empty slabs of the groups in `counts` that are more than half
+        free, once counts[group] more blocks are in use.
         """
         self.drain()
-        for group, blocks in enumerate(self.groups):
-            needed = counts.get(group, 0)
-            while not self._is_preallocated and (index := blocks.surplus_slab(needed)) is not None:
+        for group, count in () if self._is_preallocated else counts.items():
+            blocks = self.groups[group]
+            while (index := blocks.surplus_slab(count)) is not None:
                 self._drop_slab(blocks, index)
 
     # -- figures -----------------------------------------------------------------------------------
@@ -234,7 +233,7 @@ class BlockPool:
         """counts() after all deferred releases, with empty slabs given back. Generation thread
         only.
         """
-        self._give_back()
+        self._give_back(dict.fromkeys(range(len(self.groups)), 0))
         return self.counts()
 
     def sequence_capacity(self) -> int:
@@ -261,7 +260,7 @@ class BlockPool:
 
     def check(self) -> None:
         """The invariant, with figures. Raises AssertionError: a broken pool is our own bug."""
-        self._give_back()
+        self.settle()
         assert self.nbytes <= self.pool_bytes, f"{self.nbytes} bytes > {self.pool_bytes} allowed"
         for blocks in self.groups:
             blocks.check(t for t in self._tables if t.group == blocks.index)
@@ -300,12 +299,11 @@ class BlockPool:
         too scattered and it has half the size of all before it, so that slabs stay few.
         """
         blocks = self.groups[table.group]
-        taken = {table.group: max(0, count - table.reserved)}
-        self._give_back(taken)
+        self.drain()
         total = len(blocks.blocks)
         size = min(
             self.bytes_left // blocks.bytes_per_block,
-            2 * (total - blocks.available + taken[table.group]) - 1 - total,
+            total - 1 - 2 * (blocks.available - max(0, count - table.reserved)),
         )
         if blocks.free.longest < count <= size and total <= 2 * size:
             self._add_slab(blocks, size)

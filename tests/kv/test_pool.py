@@ -496,6 +496,7 @@ def test_a_pool_has_at_most_twice_what_is_used_in_few_slabs(
         assert len(slabs) <= 1 + math.log(counts.total, 1.5)
     for table in tables:
         pool.release(table)
+    pool.settle()
     assert pool.nbytes <= BLOCK
 
 
@@ -527,11 +528,14 @@ def test_what_is_empty_is_given_back_while_more_than_half_is_free() -> None:
     tables = [table_with(pool, count) for count in (1, 2, 4, 8)]
     assert list(pool.groups[0].slabs.values()) == [1, 4, 8, 16]
     pool.release(tables[1])
+    pool.settle()
     assert list(pool.groups[0].slabs.values()) == [1, 8, 16]
     pool.cut(tables[3], 1)
     pool.release(tables[2])
+    pool.settle()
     assert list(pool.groups[0].slabs.values()) == [1, 16], "one block is held in the last slab"
     pool.release(tables[3])
+    pool.settle()
     assert list(pool.groups[0].slabs.values()) == [1]
 
 
