@@ -332,17 +332,20 @@ class PooledCaches(Caches):
         lent, self._lent = self._lent, self.prefix.num_lent
         restores = self.prefix.stored.restores
         self.prefix.stored.write_behind()
-        wait = WAIT_SECONDS / len(self._restores) if idle and self._restores else 0.0
-        done = [
-            restore.advance(wait=wait, seconds=EngineConfig.restore_seconds)
-            for restore in self._restores.values()
-        ]
+        done: list[bool] = []
+        if self._restores:
+            wait = WAIT_SECONDS / len(self._restores) if idle else 0.0
+            done = [
+                restore.advance(wait=wait, seconds=EngineConfig.restore_seconds)
+                for restore in self._restores.values()
+            ]
         released, self._released = self._released, restores.num_released
-        return (
-            lent > self._lent or any(done) or released != restores.num_released or restores.is_stuck
-        )
+        is_released = lent > self._lent or released != restores.num_released
+        return is_released or True in done or restores.is_stuck
 
     def take_restore_events(self) -> list[Event]:
+        if not (self._restores or self._happened):
+            return []
         happened, self._happened = self._happened, []
         now = time.monotonic()
         due = [uid for uid in self._restores if now - self._reported[uid] >= REPORT_SECONDS]
@@ -388,7 +391,7 @@ class PooledCaches(Caches):
             for row in batch:
                 self.prefix.admission.ensure_growth(row.caches or [], row.computed + tokens)
         self.prefix.admission.ensure_next_blocks(
-            (sequence.caches or [], sequence.rolled_back + tokens) for sequence in batch
+            [(sequence.caches or [], sequence.rolled_back + tokens) for sequence in batch]
         )
 
     def reserve_rows(self, sequence: Sequence, rows: int) -> bool:

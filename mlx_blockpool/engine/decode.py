@@ -281,7 +281,7 @@ class DecodeBatch:
     @property
     def is_rolled_back(self) -> bool:
         """True if accepted tokens of a member are computed again, by verify_padded()."""
-        return any(member.rolled_back for member in self.members)
+        return max([member.rolled_back for member in self.members], default=0) > 0
 
     def verify_padded(self, drafts: Drafts, least_forced: int) -> Decoded:
         """verify() for caches that have no rows. A member with a state is rolled back where some

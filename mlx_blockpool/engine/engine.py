@@ -266,12 +266,15 @@ class BlockPoolBatchEngine:
             tokens = compute_chunk(self.model, chunk, self.caches.ragged)
             self._postprocess_chunk(chunk, tokens, time.perf_counter() - start)
         elif batch.members:
-            tokens, rows = sum(end - row.computed for row, end in chunk), len(batch)
+            rows, tokens = len(batch.members), 0
+            if chunk:
+                tokens = sum(end - row.computed for row, end in chunk)
             decoded = self.steps.run(batch, chunk)
             # By rows, of which those of drafts count as decode.
             seconds = (time.perf_counter() - start) / (rows + tokens)
             self._postprocess_tokens(decoded, seconds * rows)
-            self.append_forced(decoded.forced)
+            if decoded.forced:
+                self.append_forced(decoded.forced)
             if chunk:
                 self.counts["mixed"] += 1
                 self._postprocess_chunk(chunk, tokens, seconds * tokens)
@@ -315,13 +318,14 @@ class BlockPoolBatchEngine:
         self._work.generation_steps += 1
         if self.counts["decode_steps"] % CLEAR_STEPS == 0:
             mx.clear_cache()
-        ended = list(decoded.failed)
+        ended, caches_chunks = list(decoded.failed), self.caches.caches_chunks
         for sequence, token, logprobs in decoded.emitted:
             if self._emit(sequence, token, logprobs):
                 ended.append(sequence)
-            elif self.caches.caches_chunks and sequence.emitted % BLOCK_TOKENS == 0:
+            elif caches_chunks and sequence.emitted % BLOCK_TOKENS == 0:
                 self.caches.insert(sequence, "assistant", sequence.emitted)
-        self._finish(ended, decoded.failed)
+        if ended:
+            self._finish(ended, decoded.failed)
 
     def _finish(self, ended: Collection[Sequence], failed: Mapping[Sequence, Exception]) -> None:
         if not ended:

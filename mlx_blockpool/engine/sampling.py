@@ -62,16 +62,6 @@ class Drawn:
 Draw: TypeAlias = Callable[[mx.array, mx.array, list[Sequence], list[TokenBuffer | None]], Drawn]
 
 
-def draws_greedily(member: Sequence) -> bool:
-    """Return whether a member's next token is the most likely one, whatever came before."""
-    request = member.request
-    return (
-        request.sampler in (None, greedy_sampler)
-        and not request.processors
-        and request.form is None
-    )
-
-
 def draw(
     logits: mx.array, inputs: mx.array, members: Row[Sequence], buffers: Row[TokenBuffer | None]
 ) -> Drawn:
@@ -80,6 +70,9 @@ def draw(
 
     `buffers` hold the tokens before those, of members with processors.
     """
+    if not [member for member in members if not member.is_greedy]:
+        logprobs = logprobs_of(logits)
+        return Drawn(mx.array(greedy_sampler(logprobs), mx.uint32), logprobs, [], {}, {})
     contexts: list[mx.array] = []
     failed: dict[Sequence, Exception] = {}
     logits = _process(logits, inputs, members, buffers, contexts, failed)

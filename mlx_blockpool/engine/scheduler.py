@@ -116,8 +116,19 @@ class Scheduler:
         self.may_admit |= self.caches.advance(idle=not self.live)
         if self.may_admit:
             self._admit()
+        has_chunk = bool(self.prefilling) and not self._are_replies_first
+        if self.mixes or not has_chunk:
+            self._reserve_next_blocks()
+        chunk = self._next_chunk() if has_chunk and self.prefilling else []
+        step = len(self.batch.members) if self.mixes or not chunk else 0, bool(chunk)
+        self._steps = self._steps[1], step
+        return chunk
+
+    @property
+    def _are_replies_first(self) -> bool:
+        """Whether a prompt waits for a step of the replies alone."""
         members = len(self.batch)
-        decodes = members and (
+        return bool(members) and (
             self._debt.is_due
             or (
                 members not in self._plain and self.config.decode_share > 0
@@ -125,13 +136,6 @@ class Scheduler:
                 else self.batch.has_first_token_pending
             )
         )
-        has_chunk = bool(self.prefilling and not decodes)
-        if self.mixes or not has_chunk:
-            self._reserve_next_blocks()
-        chunk = self._next_chunk() if has_chunk and self.prefilling else []
-        step = len(self.batch) if self.mixes or not chunk else 0, bool(chunk)
-        self._steps = self._steps[1], step
-        return chunk
 
     # -- admit -------------------------------------------------------------------------------------
 

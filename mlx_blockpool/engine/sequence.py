@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.sample_utils import greedy_sampler
 
 from ..config import EngineConfig
 from ..drafts.drafter import Drafter
@@ -48,6 +49,7 @@ class Sequence:
                starts; None: they did not vote.
     drafter:    guesses its next tokens, and sees those that are emitted; None: nothing is drafted
                 for it.
+    is_greedy:      whether its next token is the most likely one, whatever came before.
     preemptions, has_waited: how often it was preempted, and whether it waited for another's
     prefill.
     """
@@ -80,6 +82,11 @@ class Sequence:
         self.has_waited = False
         self._produced = 0
         self._matcher = request.stop.matcher()
+        self.is_greedy = (
+            request.sampler in (None, greedy_sampler)
+            and not request.processors
+            and request.form is None
+        )
 
     def requeue(self, now: float) -> None:
         """Reset the arrival time used for scheduling."""
@@ -138,9 +145,10 @@ class Sequence:
         """Count its next token as computed: the last one of `tokens`, or one that was drawn and
         is not among them yet.
         """
-        if self.computed == len(self.tokens):
+        if self.computed == (known := len(self.tokens)):
             self.tokens.append(token)
-        self.computed = len(self.tokens)
+            known += 1
+        self.computed = known
 
     def until_end(self, tokens: Collection[int]) -> int:
         """How many of the tokens would be emitted if they came next: those up to the one that

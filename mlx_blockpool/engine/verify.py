@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 
-from .sampling import Drawn, Forced, draw, draws_greedily, ids, logprobs_of
+from .sampling import Drawn, Forced, draw, ids, logprobs_of
 from .sequence import Sequence
 
 # A token that a sequence emits, and the logprobs [vocabulary] that it was drawn from; [0] where
@@ -79,10 +79,10 @@ def accept(logits: mx.array, members: Row[Rows], least_forced: int) -> Decoded:
     `logprobs` of each member are those of the next step.
     """
     decoded = Decoded()
-    greedy = [rows for rows in members if draws_greedily(rows.member)]
+    greedy = [rows for rows in members if rows.member.is_greedy]
     if greedy:
         _accept_greedy(logits, greedy, decoded)
-    drawing = [rows for rows in members if not draws_greedily(rows.member)]
+    drawing = [rows for rows in members if not rows.member.is_greedy]
     while drawing:
         drawn = _draw_next(logits, drawing)
         decoded.failed |= drawn.failed

@@ -58,8 +58,8 @@ class KVArena:
         self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config, fits * BLOCK_TOKENS)
         self.capabilities = Capabilities()
         self.decode = DecodePolicy(config.decode_path)
-        self.steps: dict[int, Any] = {}
         self.spec = spec
+        self.forget_steps()
         self.dtype = getattr(mx, self.spec.dtype)
         self._evictor: weakref.WeakMethod[Callable[[Mapping[int, int]], None]] | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}
@@ -104,12 +104,16 @@ class KVArena:
         """count_states() the other way, for any thread and for finalizers."""
         self._returned_states.append(n_bytes)
 
+    def forget_steps(self) -> None:
+        """Let the next step of each group be worked out anew."""
+        self.steps: list[Any] = [None] * len(self.spec.groups)
+
     def sync(self) -> None:
         """Free arrays and make new ones until they match the pool's layout."""
         if self._layout == self.pool.layout_version:
             return
         # Steps hold slabs, whose memory would not be freed.
-        self.steps.clear()
+        self.forget_steps()
         wanted = {
             (g, i): n for g, blocks in enumerate(self.pool.groups) for i, n in blocks.slabs.items()
         }

@@ -52,9 +52,9 @@ def scaled_dot_product_attention(
     """mlx-lm's signature; a pooled cache attends itself. own: the function that the module calls,
     for other caches.
     """
-    if isinstance(keys, PooledBatchCache):
-        # A layer without a cache attends to what another layer's returned.
-        cache = keys
+    if type(keys) is PooledBatchCache:
+        # Also for a layer without a cache, which attends to what another layer's returned.
+        return keys.attend(queries, keys, values, scale, mask, sinks)
     if hasattr(cache, "attend"):
         attended: mx.array = cache.attend(queries, keys, values, scale, mask, sinks)
         return attended

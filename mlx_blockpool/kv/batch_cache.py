@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,9 @@ from .attention import attend_runs
 from .quantised import KEYS_AND_VALUES, Roles, View, concatenated
 from .sequence import ALL_ALIKE
 from .shards import placeholder_keys, send_now
-from .step import Step, by_name, names_of, plain_step, tentative_step
+from .step import Step, by_name, names_of, put_rows, step_of
+
+offset_of = attrgetter("offset")
 
 
 def need_one_form(caches: Iterable[Any]) -> None:
@@ -93,12 +96,14 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
     @property
     def offset(self) -> mx.array:
         own = (
-            mx.array([m.offset for m in self.members])
+            mx.array(list(map(offset_of, self.members)))
             if self._tentative is None
             else self._tentative.offsets
         )
+        if not self._chunks:
+            return own
         chunks = [c.offset + mx.arange(rows.stop - rows.start) for rows, c in self._chunks]
-        return concatenated([own, *chunks])
+        return mx.concatenate([own, *chunks])
 
     def begin_rows(self, counts: Sequence[int]) -> None:
         """Compute the next tokens of each member by rows until commit_rows(): counts[i] of member
@@ -114,7 +119,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         assert len(counts) == len(self.members), (
             f"{len(counts)} counts for {len(self.members)} members"
         )
-        self._tentative = tentative_step(self.members, counts)
+        self._tentative = step_of(self.members, list(counts))
 
     def commit_rows(self, kept: Sequence[int]) -> None:
         """Accept the first kept[i] rows of each member, 0 or more, and roll back the others.
@@ -169,11 +174,18 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         self._prompts = None
         if self._tentative is not None:
             self._new = self._tentative.write(first.place.index, rows)
-        elif self.is_step(n):
-            self._decode(rows)
+        elif n == 1 and self._lengths is None:
+            if first.layer == arena.first and True in [
+                m.sequence.arena.capabilities.synchronous for m in self.members
+            ]:
+                # A step in flight still reads the slabs; writing now would copy them.
+                mx.synchronize()
+            step = step_of(self.members)
+            put_rows(step.targets, first.place.index, rows)
+            first.advance_all(self.members)
         else:
             self._prompts = self._write_prompts(rows)
-        return (self,) * len(rows)
+        return (self, self) if not rows[2:] else (self,) * len(rows)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What update_and_fetch() has returned, for another layer in the same pass."""
@@ -193,14 +205,15 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             prompts = [(count, own) for (count, _), own in zip(prompts, mask.masks, strict=True)]
         if prompts is not None:
             return self._attend_prompts(queries, prompts, scale, sinks)
+        if not self._chunks:
+            return self.attend_step(queries, scale, sinks, KEYS_AND_VALUES)
         outputs = [
             chunk.attend(queries[own].swapaxes(0, 2), chunk, chunk, scale, None, sinks)
             for own, chunk in self._chunks
         ]
-        if outputs:
-            queries = queries[: self._chunks[0][0].start]
+        queries = queries[: self._chunks[0][0].start]
         found = self.attend_step(queries, scale, sinks, KEYS_AND_VALUES)
-        return concatenated([found, *(out.swapaxes(0, 2) for out in outputs)])
+        return mx.concatenate([found, *(out.swapaxes(0, 2) for out in outputs)])
 
     def attend_parts(
         self,
@@ -285,18 +298,6 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         arena.decode.path_counts[step.path] += 1
         out: mx.array = step.attend(first.place.index, queries, self._new, scale, sinks, roles)
         return out
-
-    def _decode(self, rows: View) -> None:
-        first = self.members[0]
-        if first.layer == first.sequence.arena.first and any(
-            m.sequence.arena.capabilities.synchronous for m in self.members
-        ):
-            # A step in flight still reads the slabs; writing now would copy them.
-            mx.synchronize()
-        step = plain_step(self.members)
-        step.write(first.place.index, rows)
-        for member in self.members:
-            member.advance(1)
 
     def is_step(self, n: int) -> bool:
         """Return whether the next `n` tokens of a pass are one of each member, or rows."""

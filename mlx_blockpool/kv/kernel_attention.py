@@ -92,7 +92,7 @@ class KernelAttention:
         """
         rows, heads, _, dim = queries.shape
         kernel, plan = self._kernels.get(heads) or self._kernel_of(heads)
-        sources = [slab.attended[index] for slab in self._slabs]
+        sources = [slab.layers[index][:2] for slab in self._slabs]
         if self._has_new_rows:
             assert new is not None, "the new rows of a ring were not passed"
             sources.append(new[:2])

@@ -24,7 +24,7 @@ from .layer_caches import PooledLayer
 from .prompt_cache import pooled_caches
 from .quantised import KEYS_AND_VALUES
 from .scratch import AttentionInputs, append, capture_attention_inputs, scratch_arena
-from .step import plain_step, tentative_step
+from .step import step_of
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def _of_step(
     found = []
     for path in ("ragged", "kernel"):
         arena.decode.path = path
-        step = plain_step(members) if counts is None else tentative_step(members, counts)
+        step = step_of(members, counts)
         assert step.path.startswith("kernel") == (path == "kernel"), f"{step.path} != {path}"
         new = step.write(0, (keys, values))
         found.append(step.attend(0, queries, new, inputs.scale, inputs.sinks))

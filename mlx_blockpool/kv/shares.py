@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
+from typing import Any
 
 import mlx.core as mx
 
@@ -24,7 +25,7 @@ _helpers = [mx.new_thread_local_stream(mx.cpu)]
 MOST_STREAMS = 1 + len(_helpers)
 
 # What members read together, and what each of them reads alone.
-Pieces = tuple[Sequence[SlabRun], Sequence[Sequence[SlabRun]]]
+Pieces = tuple[Sequence[SlabRun], Sequence[list[SlabRun]]]
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,15 @@ class Share:
             list(self.rows)
         ), slice(*self.heads)
 
+    @cached_property
+    def is_one_run(self) -> bool:
+        """Whether one member reads one run, and nothing with others."""
+        shared, own = self.pieces
+        return not shared and len(own) == 1 and len(own[0]) == 1
+
 
 class Shares:
-    """The attention of one step, in shares for each stream."""
+    """The attention of one step, in shares for each stream. single: its only share, if so."""
 
     def __init__(self, loads: Sequence[Sequence[Share]]) -> None:
         self._loads = loads
@@ -80,6 +87,7 @@ class Shares:
         shares = [share for load in loads for share in load]
         divided = {share.members: share.rows for share in shares if not share.is_whole}
         self._divided = list(divided)
+        self.single = shares[0] if len(shares) == 1 else None
         found = [row for share in shares if share.is_whole for row in share.rows] + [
             row for rows in divided.values() for row in rows
         ]
@@ -89,9 +97,9 @@ class Shares:
             else mx.array([found.index(row) for row in range(len(found))])
         )
 
-    def attend(self, read: Callable[[Share], mx.array]) -> mx.array:
-        """What `read` makes of each share, [its rows, its kv heads, group, dim], as [rows,
-        kv_heads, group, dim].
+    def attend(self, read: Callable[..., mx.array], *args: Any) -> mx.array:
+        """What `read` makes of each share, and of `args`, [its rows, its kv heads, group, dim], as
+        [rows, kv_heads, group, dim].
         """
         whole: list[mx.array] = []
         parts: dict[tuple[int, ...], dict[int, mx.array]] = {
@@ -99,12 +107,12 @@ class Shares:
         }
         for stream, load in zip(self._streams, self._loads, strict=True):
             with nullcontext() if stream is None else mx.stream(stream):
-                outputs = [(share, read(share)) for share in load]
+                found = [(share, read(share, *args)) for share in load]
                 # Joined on their own stream: else mlx schedules the work of both in turns, and they
                 # wait for each other.
-                own = [out for share, out in outputs if share.is_whole]
+                own = [out for share, out in found if share.is_whole]
                 whole += [concatenated(own, 0)] if own else []
-            for share, out in outputs:
+            for share, out in found:
                 if not share.is_whole:
                     parts[share.members][share.heads[0]] = out
         out = concatenated(
@@ -123,7 +131,7 @@ def pieces_of(
         c.members: cut([runs[i] for i in c.members], c.blocks * BLOCK_TOKENS) for c in clusters
     }
     clustered = {i for together in found for i in together}
-    found.update({(i,): ((), [mine]) for i, mine in enumerate(runs) if i not in clustered})
+    found.update({(i,): ((), [list(mine)]) for i, mine in enumerate(runs) if i not in clustered})
     return found
 
 

@@ -9,6 +9,8 @@ the whole slab instead of changing it in place.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS, LayerGroup, ModelCacheSpec
@@ -33,13 +35,14 @@ class Slab:
     """The arrays of each layer of one group, in the order of layer.arrays: [1, heads, blocks * 256,
     ..] each, or three if quantised.
 
-    layers: the rows of each layer. attended: its keys and values. forms: how each array of a layer
-    is quantised; None for one that is as the model computes it.
+    layers: the rows of each layer. forms: how each array of a layer is quantised; None for one that
+    is as the model computes it. is_plain: whether all are.
     """
 
     def __init__(self, spec: ModelCacheSpec, group: LayerGroup, blocks: int) -> None:
         self.blocks = blocks
         self.forms = spec.forms(group.layer)
+        self.is_plain = not any(self.forms)
         self._dims = [array.dim for array in group.layer.arrays]
         self.layers: list[View] = [
             tuple(
@@ -54,7 +57,6 @@ class Slab:
             )
             for _ in group.layers
         ]
-        self.attended = [rows[:2] for rows in self.layers]
         mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
@@ -74,8 +76,13 @@ class Slab:
             # mlx takes what fills an array instead of copying it, in whatever order its bytes are.
             rows = tuple(each(mx.contiguous, given) for given in self.as_written(*rows))
         where = (slice(None), slice(None), slice(start, start + count))
+        held: Any
         for held, given in zip(self.layers[index], rows, strict=True):
-            put(held, where, given)
+            if self.is_plain:
+                # In each layer of each step: a call would be felt.
+                held[where] = given
+            else:
+                put(held, where, given)
 
     def scatter(self, index: int, places: mx.array, *rows: Rows) -> None:
         """Put rows [1, heads, n, dim] of each array of the group's layer `index` at the tokens
@@ -84,9 +91,12 @@ class Slab:
         One scatter in place for each array, where n writes would be n operations.
         """
         where = (slice(None), slice(None), places)
+        held: Any
         for held, given, dim in zip(self.layers[index], rows, self._dims, strict=True):
             # A scatter of rows without numbers, as values of dimension 0, ends the process.
-            if dim:
+            if dim and self.is_plain:
+                held[where] = given
+            elif dim:
                 put(held, where, given)
 
     def read(self, index: int, start: int, count: int) -> View:
@@ -116,9 +126,6 @@ class Slab:
         the group's layer `index`.
         """
         where = (slice(None), slice(first, last), slice(start, start + count))
-        if roles == KEYS_AND_VALUES:
-            keys, values = self.attended[index]
-            return part_of(keys, where), part_of(values, where)
         held = self.layers[index][: roles.num_arrays]
         return roles.attended(tuple([part_of(rows, where) for rows in held]))
 

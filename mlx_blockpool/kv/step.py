@@ -19,7 +19,12 @@ import numpy as np
 from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, Form, WindowLayer
 from .arena import KVArena, Place
-from .attention import attend_causally, attend_cluster, attend_grouped, group_queries
+from .attention import (
+    attend_causally,
+    attend_cluster,
+    attend_grouped,
+    softmax,
+)
 from .decode_policy import device
 from .kernel_attention import KernelAttention
 from .quantised import (
@@ -34,7 +39,7 @@ from .quantised import (
 )
 from .sequence import SequenceCache
 from .shares import MOST_STREAMS, Cluster, Pieces, Share, Shares, divide, find_clusters, pieces_of
-from .slab import Slab
+from .slab import Slab, SlabRun
 
 # Keys times kv heads below which a second stream does not pay: about 0.4 ms. Not measured, as
 # whether its core is free changes from second to second.
@@ -69,10 +74,15 @@ def by_name(cache: Any, names: tuple[str, str], name: str) -> Any:
 
 
 class Member(SequenceCache):
-    """A layer cache that a step writes and reads. `offset`: the position of its next token."""
+    """A layer cache that a step writes and reads.
+
+    offset: the position of its next token. _idx: where in its ring that goes, by mlx-lm's count; 0
+    without a ring.
+    """
 
     place: Place
     offset: int
+    _idx: int = 0
     forms: tuple[Form | None, ...]
 
     def size(self) -> int:
@@ -91,6 +101,12 @@ class Member(SequenceCache):
         """Count the next tokens as written, one by one, as a batch does it."""
         self.offset += count
 
+    @staticmethod
+    def advance_all(members: Sequence[Any]) -> None:
+        """advance() each member by one token."""
+        for member in members:
+            member.offset += 1
+
 
 class Target(NamedTuple):
     """Rows that go into one slab, None for all: to the token `start` and its neighbours, or to
@@ -103,27 +119,20 @@ class Target(NamedTuple):
     places: mx.array | None
 
 
-def plain_step(members: Sequence[Member]) -> Step:
+def step_of(members: Sequence[Member], counts: Sequence[int] | None = None) -> Step:
     """The step in which each member writes its next token; the layers of a group get the same one.
+    With counts the tentative step in which counts[i] next tokens of each member are computed, 1 or
+    more, of which commit() keeps some.
 
     Takes blocks and copies shared ones for all members before anything is written. Raises
     PoolExhaustedError and takes none.
     """
-    return _step(Step, members, None)
-
-
-def tentative_step(members: Sequence[Member], counts: Sequence[int]) -> Step:
-    """The step in which counts[i] next tokens of each member are computed, 1 or more, of which
-    commit() keeps some.
-    """
-    is_window = isinstance(members[0].place.layer, WindowLayer)
-    return _step(WindowStep if is_window else Step, members, counts)
-
-
-def _step(cls: type[Step], members: Sequence[Member], counts: Sequence[int] | None) -> Step:
     arena, group = members[0].sequence.arena, members[0].place.group
-    found: Step | None = arena.steps.get(group)
-    if found is None or found.key != _key(arena, group, members, counts):
+    found: Step | None = arena.steps[group]
+    key = _key(arena, group, members, counts)
+    if found is not None and found.following == key:
+        found.move_on()
+    elif found is None or found.key != key:
         own_counts = [1] * len(members) if counts is None else counts
         try:
             destinations = [
@@ -134,31 +143,27 @@ def _step(cls: type[Step], members: Sequence[Member], counts: Sequence[int] | No
             for member in members:
                 member.sequence.cut(group, member.size())
             raise
+        is_late = counts is not None and isinstance(members[0].place.layer, WindowLayer)
+        cls = WindowStep if is_late else Step
         found = arena.steps[group] = cls(members, counts, destinations)
     return found
 
 
 def _key(
     arena: KVArena, group: int, members: Sequence[Member], counts: Sequence[int] | None
-) -> tuple[Any, ...]:
-    """What a step depends on.
-
-    Tables are distinguished by id: the step that remembers an id keeps the table.
-    """
-    tables = [m.sequence.tables[group] for m in members]
-    state = [
-        (id(t), t.version, m.next_place(), m.offset) for t, m in zip(tables, members, strict=True)
+) -> list[Any]:
+    """What a step depends on. A table is equal to itself alone."""
+    of_members = [
+        (
+            m.offset,
+            m._idx,
+            m.sequence.tables[group],
+            m.sequence.tables[group].version,
+            m.sequence.pool.groups[group].share_epoch,
+        )
+        for m in members
     ]
-    sharing = tuple(
-        pool.groups[group].share_epoch for pool in {m.sequence.pool: None for m in members}
-    )
-    return (
-        arena.decode.path,
-        arena.decode.streams,
-        None if counts is None else tuple(counts),
-        sharing,
-        state,
-    )
+    return [arena.decode.path, arena.decode.streams, counts, of_members]
 
 
 def missing_blocks(member: Member, count: int) -> int:
@@ -220,6 +225,8 @@ class Step:
     stream.
 
     key:             what the step depends on.
+    following:       the key() of the step after this one, if that writes into the same blocks: this
+                     one becomes it by move_on(). None if there is more to do.
     counts:          rows of each member.
     is_tentative:    whether commit() says which rows are kept.
     path:            what the attention is counted as: the path of a plain step; of a tentative one
@@ -238,17 +245,18 @@ class Step:
     ) -> None:
         arena, self.group = members[0].sequence.arena, members[0].place.group
         self.key = _key(arena, self.group, members, counts)
+        self._leaf, self._kind = members[0].layer, type(members[0])
         self.is_tentative = counts is not None
         self.counts = [1] * len(members) if counts is None else list(counts)
         self.layer = members[0].place.layer
-        self._tables = [m.sequence.tables[self.group] for m in members]
         self._forms = members[0].forms
+        self._is_quantised = any(self._forms)
         # The rows of each member.
         self._rows = [
             slice(start, end) for start, end in pairwise(accumulate(self.counts, initial=0))
         ]
         self._destinations = destinations
-        self._targets = [] if self.reads_new_rows else self._targets_of(self.counts)
+        self.targets = [] if self.reads_new_rows else self._targets_of(self.counts)
         self.sizes = [
             self._size_of(m, count) for m, count in zip(members, self.counts, strict=True)
         ]
@@ -260,7 +268,10 @@ class Step:
         self._offsets: mx.array | None = None
         self._starts = [m.offset for m in members]
         self._kernel: KernelAttention | None = None
+        # The runs of each member that grow with it.
+        self._tails: list[list[SlabRun]] = [[] for _ in members]
         self._set_path(arena, members, None if counts is None else self.counts)
+        self.following = None if self.is_tentative or self._kernel is not None else self._next_key()
 
     def _set_path(
         self, arena: KVArena, members: Sequence[Member], counts: list[int] | None
@@ -282,7 +293,57 @@ class Step:
                 arena.spec, self.layer, launch, pieces, self.counts, sees, self.reads_new_rows
             )
             return
+        for together, (_, own) in pieces.items():
+            for i, tail in zip(together, own, strict=True):
+                self._tails[i] = tail
         self._shares = Shares(self._divided(pieces, arena.decode.streams))
+
+    def _next_key(self) -> list[Any] | None:
+        """The key after each member has written one token; None at the end of a block or ring."""
+        is_ring, most = isinstance(self.layer, WindowLayer), getattr(self.layer, "max_size", None)
+        nexts = [places[0] + 1 for places, _ in self._destinations]
+        if any(place % BLOCK_TOKENS == 0 or place == most for place in nexts):
+            return None
+        *policy, of_members = self.key
+        return [
+            *policy,
+            [
+                (offset + 1, place * is_ring, *table)
+                for (offset, _, *table), place in zip(of_members, nexts, strict=True)
+            ],
+        ]
+
+    def may_move_on(self, caches: Sequence[list[Any]]) -> bool:
+        """Return whether the next token of each of these sequences is the step after this one: they
+        need no blocks. caches: the layer caches of each.
+        """
+        members = [own[self._leaf] for own in caches]
+        # A model with lists of caches has others at these places.
+        if self.following is None or {type(each) for each in members} != {self._kind}:
+            return False
+        return self.following == _key(members[0].sequence.arena, self.group, members, None)
+
+    def move_on(self) -> None:
+        """Become the step of the next token of each member."""
+        assert self.following is not None, "the next token of a member needs another block"
+        self.key = self.following
+        self._destinations = [
+            Destination([places[0] + 1], [(spots[0][0], spots[0][1] + 1)])
+            for places, spots in self._destinations
+        ]
+        self.targets = [
+            Target(slab, rows, start + 1, None if places is None else places + 1)
+            for slab, rows, start, places in self.targets
+        ]
+        most = getattr(self.layer, "max_size", None)
+        for i, tail in enumerate(self._tails):
+            if self.sizes[i] != most:
+                slab, start, count = tail[-1]
+                tail[-1] = slab, start, count + 1
+                self.sizes[i] += 1
+        self._starts = [start + 1 for start in self._starts]
+        self._offsets = None
+        self.following = self._next_key()
 
     @property
     def offsets(self) -> mx.array:
@@ -298,8 +359,7 @@ class Step:
 
         Returns them, as the slabs hold them, if they are read from there.
         """
-        # One target quantises what it puts. For several they are quantised once.
-        _put(self._targets, index, new if len(self._targets) == 1 else self._as_held(new))
+        put_rows(self.targets, index, new)
         return None
 
     def _as_held(self, new: View) -> View:
@@ -321,10 +381,14 @@ class Step:
             assert roles == KEYS_AND_VALUES, f"the kernel is trusted with {roles}"
             return self._kernel.attend(index, queries, scale, sinks, new)
         rows, heads, _, _ = queries.shape
-        grouped = group_queries(queries, self.layer.kv_heads, scale)
-        sinks = None if sinks is None else sinks.reshape(self.layer.kv_heads, -1)
-        out = self._shares.attend(
-            lambda share: self._read(share, index, grouped, new, sinks, roles)
+        kv_heads = self.layer.kv_heads
+        grouped = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, -1)
+        sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
+        single = self._shares.single
+        out = (
+            self._shares.attend(self._read, index, grouped, new, sinks, roles)
+            if single is None
+            else self._read(single, index, grouped, new, sinks, roles)
         )
         return out.reshape(rows, heads, 1, -1)
 
@@ -346,9 +410,21 @@ class Step:
         roles: Roles,
     ) -> mx.array:
         """Attention of one share: [its rows, its kv heads, group, dim]."""
-        members, (first, last), (shared, own) = share.members, share.heads, share.pieces
-        mine, heads = grouped[share.queries], slice(first, last)
+        mine, heads = grouped[share.queries], share.queries[1]
         sinks = None if sinks is None else sinks[heads]
+        if share.is_one_run and roles.keys == 1 and not (self._is_quantised or new):
+            # What most members read in most steps, with the fewest calls.
+            slab, start, count = share.pieces[1][0][0]
+            where = slice(None), heads, slice(start, start + count)
+            held: Any = slab.layers[index]
+            keys, values = held[0][where], held[roles.values][where]
+            if not self._uses_products:
+                return attend_causally(mine, keys, values, sinks)
+            if sinks is None and not self.is_tentative:
+                weights = softmax(mine @ keys.swapaxes(-1, -2)).astype(values.dtype)
+                out: mx.array = (weights @ values).astype(mine.dtype)
+                return out
+        members, (first, last), (shared, own) = share.members, share.heads, share.pieces
         tails = [
             [
                 slab.read_attended(index, start, count, first, last, roles)
@@ -359,15 +435,6 @@ class Step:
         if new is not None:
             for i, tail in zip(members, tails, strict=True):
                 tail.append(self._new_rows(i, new, heads, roles))
-        keys, values = tails[0][0]
-        is_one_run = not shared and len(tails[0]) == 1
-        if (
-            not self._uses_products
-            and is_one_run
-            and isinstance(keys, mx.array)
-            and isinstance(values, mx.array)
-        ):
-            return attend_causally(mine, keys, values, sinks)
         masks = [self._mask_of(i, mine.shape[2]) for i in members] if self.is_tentative else None
         if mine.shape[0] == 1:
             return attend_grouped(mine, tails[0], sinks, None if masks is None else masks[0])
@@ -459,7 +526,7 @@ class WindowStep(Step):
             assert new is not None, "rows are kept that were not computed"
             if self._kept[0] != list(kept):
                 self._kept = list(kept), self._targets_of(kept)
-            _put(self._kept[1], members[0].place.index, new)
+            put_rows(self._kept[1], members[0].place.index, new)
         super().commit(members, new, kept)
 
     def _size_of(self, member: Member, count: int) -> int:
@@ -531,8 +598,11 @@ def _index_of(rows: list[int], num_rows: int) -> tuple[slice | mx.array] | None:
     )
 
 
-def _put(targets: list[Target], index: int, new: View) -> None:
+def put_rows(targets: list[Target], index: int, new: View) -> None:
     """Put rows [rows, heads, 1, dim] of each array where they go in the group's layer `index`."""
+    if targets[1:] and not targets[0].slab.is_plain:
+        # One target quantises what it puts. For several the rows are quantised once.
+        new = targets[0].slab.as_written(*new)
     for slab, rows, start, places in targets:
         view = new if rows is None else tuple([part_of(given, rows) for given in new])
         if view[0].shape[0] > 1:

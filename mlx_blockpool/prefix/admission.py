@@ -12,7 +12,7 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,11 +102,19 @@ class Admission:
         )
         return needed <= usable + self.pool.pool_bytes - self.pool.nbytes
 
-    def ensure_next_blocks(self, batch: Iterable[tuple[list[Any], int]]) -> None:
+    def ensure_next_blocks(self, batch: Collection[tuple[list[Any], int]]) -> None:
         """Reserve the blocks of each sequence's next tokens: of its layer caches and their number.
 
         Raises PoolExhaustedError.
         """
+        steps = self.arena.steps
+        if None not in steps and {tokens for _, tokens in batch} == {1}:
+            caches = [own for own, _ in batch]
+            for step in steps:
+                if not step.may_move_on(caches):
+                    break
+            else:
+                return
         tables, counts = [], []
         for caches, tokens in batch:
             for cache in self._firsts_of_groups(caches):

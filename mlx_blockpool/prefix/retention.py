@@ -277,7 +277,9 @@ class TimedPins:
 
     def expire(self) -> None:
         """Remove the pins whose time is over. Cheap where there are none."""
-        now = self.clock() if self._all else 0.0
+        if not self._all:
+            return
+        now = self.clock()
         for pin in [pin for pin in self._all.values() if pin.until <= now]:
             self.remove(pin)
 

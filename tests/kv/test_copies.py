@@ -72,7 +72,7 @@ def test_one_cache_twice_in_a_batch_answers_as_stock_and_stays(name: str) -> Non
         assert set(offsets(caches)) == {len(SYSTEM)}
     assert replies(model, QUESTIONS[:1], [caches])[0] == expected[0]
     del caches
-    slabs.steps.clear()
+    slabs.forget_steps()
     slabs.pool.check()
     assert [c.held for c in slabs.pool.settle()] == [0] * len(slabs.pool.settle())
 

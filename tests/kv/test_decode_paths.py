@@ -539,7 +539,8 @@ def test_a_step_is_worked_out_once_for_the_layers_of_a_group() -> None:
         steps.append(slabs.steps[0])
     assert steps[0] is steps[1] is steps[2]
     batch[0].update_and_fetch(*numbered(5001, 1, batch=2))
-    assert slabs.steps[0] is not steps[0]
+    assert slabs.steps[0] is steps[0]
+    assert steps[0].offsets.tolist() == [11, 21], "the step of the next tokens"
 
 
 def test_a_remembered_step_keeps_no_blocks() -> None:

@@ -210,7 +210,7 @@ def test_each_array_follows_a_cache_of_mlx_lms_alone_and_in_batches(
 ) -> None:
     arena = make_arena(LAYERS[name], LAYERS[name], bits=bits)
     follow(arena, LAYERS[name], steps, lengths)
-    arena.steps.clear()
+    arena.forget_steps()
     arena.pool.check()
     assert [c.held for c in arena.pool.settle()] == [0]
 
