@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -157,6 +158,33 @@ def bench_steps(
         **figures,
         ratio=round(found["stock"] / found["ours"], 3),
         paths=dict(ours.arena.decode.path_counts),
+    )
+
+
+def python_calls(system: Any, members: int, steps: int) -> float:
+    """Calls of Python and C functions in a decode step of this many sequences."""
+    seconds = filled(system, [40 + 7 * i for i in range(members)])
+    seconds(4)
+    counts: Counter[str] = Counter()
+    sys.setprofile(lambda _frame, event, _arg: counts.update((event,)))
+    try:
+        seconds(steps)
+    finally:
+        sys.setprofile(None)
+    # Without those of filled() itself.
+    return (counts["call"] + counts["c_call"]) / steps
+
+
+def bench_calls(args: Any, model: Any, stock: Any, members: int) -> None:
+    """What a step costs in Python, counted."""
+    ours = python_calls(Ours(model, 10**9, EngineConfig(decode_share=0)), members, 20)
+    theirs = python_calls(Stock(stock), members, 20)
+    report(
+        args,
+        "engine",
+        f"Python calls of a decode step of {members}, {len(model.layers)} layers",
+        ours_calls=round(ours),
+        stock_calls=round(theirs),
     )
 
 
@@ -390,6 +418,8 @@ if __name__ == "__main__":
         args, model, stock, "decode step of 8, equal lengths", [1000 // shrink] * 8, steps, rounds
     )
     bench_steps(args, model, stock, "decode step of 1", [2000 // shrink], 4 * steps, rounds)
+    for members in (8, 1):
+        bench_calls(args, model, stock, members)
     bench_together(args, model, stock, *((3, 300, 1) if quick else (5, 1500, 2)))
     bench_hybrid(args, 128 if quick else 512, 256 if quick else 2048, 1 if quick else 5)
     bench_long_prefill(args, small, 2048 if quick else 8192, 256 if quick else 512)

@@ -603,10 +603,20 @@ def put_rows(targets: list[Target], index: int, new: View) -> None:
     if targets[1:] and not targets[0].slab.is_plain:
         # One target quantises what it puts. For several the rows are quantised once.
         new = targets[0].slab.as_written(*new)
+    plain: Any = new if targets and targets[0].slab.is_plain else None
     for slab, rows, start, places in targets:
-        view = new if rows is None else tuple([part_of(given, rows) for given in new])
-        if view[0].shape[0] > 1:
-            view = tuple([_as_tokens(given) for given in view])
+        view: Any = new
+        if plain is not None:
+            # In each layer of each step: a call for each array would be felt.
+            if rows is not None:
+                view = tuple([given[rows] for given in plain])
+            if view[0].shape[0] > 1:
+                view = tuple([given.swapaxes(0, 2) for given in view])
+        else:
+            if rows is not None:
+                view = tuple([part_of(given, rows) for given in new])
+            if view[0].shape[0] > 1:
+                view = tuple([_as_tokens(given) for given in view])
         if places is None:
             slab.write(index, start, *view)
         else:
