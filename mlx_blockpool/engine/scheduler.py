@@ -14,8 +14,9 @@ schedule() takes these decisions before each step:
              request that has the most live sequences is preempted for one that would have fewer.
     chunk    While prompts and replies both wait, decode gets `decode_share` of the time: chunks are
              computed in one forward with the next tokens of replies, as many as that leaves time
-             for, or in turns with them where the model does not mix them. Short prompts are
-             computed together and before long ones, but take turns with them.
+             for, or in turns with them where the model does not mix them. The prompt goes first
+             that would be finished first if each had been alone since it arrived. Others share its
+             forward only where that was measured to make no first token later on average.
     reserve  Each reply's next token gets its block. If the pool has none, restores end first, then
              sequences are preempted: of the highest priority value, of the request with the most
              live sequences, the youngest.
@@ -29,7 +30,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate, islice
 from operator import sub
@@ -43,6 +44,9 @@ from .request import KIND, Event, Failed, Started, Swapped
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
+
+# The weight of earlier measurements of prompts relative to the next one.
+PROMPT_MEMORY = 0.9
 
 
 class Scheduler:
@@ -70,9 +74,10 @@ class Scheduler:
         # Whether something has changed since waiting sequences could not start.
         self.may_admit = True
         self._debt = DecodeDebt(config.decode_share)
-        self._long_first = False
-        # Of the last two steps: the sequences that decoded, and whether prompts were computed.
-        self._steps = ((0, False), (0, False))
+        # What a token of a prompt has taken, as measured: seconds and tokens, old ones weigh less.
+        self._prompts = (config.token_seconds, 1.0)
+        # Of the last two steps: the sequences that decoded, and the tokens of prompts.
+        self._steps = ((0, 0), (0, 0))
         # The seconds of a step without prompts, by the sequences that decode.
         self._plain: dict[int, float] = {}
         # The most tokens of prompts in one forward with replies, and the least that this may be:
@@ -120,7 +125,10 @@ class Scheduler:
         if self.mixes or not has_chunk:
             self._reserve_next_blocks()
         chunk = self._next_chunk() if has_chunk and self.prefilling else []
-        step = len(self.batch.members) if self.mixes or not chunk else 0, bool(chunk)
+        step = (
+            len(self.batch.members) if self.mixes or not chunk else 0,
+            sum(end - sequence.computed for sequence, end in chunk) if chunk else 0,
+        )
         self._steps = self._steps[1], step
         return chunk
 
@@ -130,11 +138,8 @@ class Scheduler:
         members = len(self.batch)
         return bool(members) and (
             self._debt.is_due
-            or (
-                members not in self._plain and self.config.decode_share > 0
-                if self.mixes
-                else self.batch.has_first_token_pending
-            )
+            or self.batch.has_first_token_pending
+            or (self.mixes and members not in self._plain and self.config.decode_share > 0)
         )
 
     # -- admit -------------------------------------------------------------------------------------
@@ -234,6 +239,12 @@ class Scheduler:
         ones take beyond the share of replies.
         """
         (before, had_chunk), (members, has_chunk) = self._steps
+        if has_chunk:
+            spent, tokens = self._prompts
+            self._prompts = (
+                PROMPT_MEMORY * spent + seconds,
+                PROMPT_MEMORY * tokens + has_chunk,
+            )
         # The forward of a step without prompts ends in the next step. One that is disturbed counts
         # less, as longer chunks would follow.
         if members and not has_chunk and not had_chunk and before == members:
@@ -262,13 +273,28 @@ class Scheduler:
         """
         tokens = self.config.prefill_tokens
         rows = self.config.prefill_rows if self.caches.ragged else 1
-        chunk = choose(self.prefilling, tokens, rows, self._long_first, self.caches.pads_prompts)
-        self._long_first = chunk[0][1] == chunk[0][0].prefill_end
+        curve = self.caches.curve
+        chunk = choose(
+            sorted(self.prefilling, key=self._rank),
+            tokens,
+            rows,
+            self.caches.pads_prompts,
+            float if curve is None else curve.seconds,
+        )
         if not self.mixes:
             return chunk
         parts = [(sequence, chunk_end(sequence, self._most)) for sequence, _ in chunk]
         left = accumulate((end - each.computed for each, end in parts), sub, initial=self._most)
         return [part for part, rest in zip(parts, islice(left, 1, None), strict=True) if rest >= 0]
+
+    def _rank(self, sequence: Sequence) -> tuple[float, int]:
+        """Prompts are computed in this order: the one that would be finished first if each had been
+        alone since it arrived. So one with less left goes first, and after some time no later one
+        goes before one that has more.
+        """
+        left = sequence.prefill_end - sequence.computed
+        seconds, tokens = self._prompts
+        return sequence.due + left * seconds / tokens, sequence.uid
 
     def join(self, sequence: Sequence) -> None:
         """Move a sequence whose prompt is computed into the batch."""
@@ -412,27 +438,31 @@ def chunk_end(sequence: Sequence, step: int) -> int:
 
 
 def choose(
-    prefilling: Collection[Sequence], step: int, rows: int, long_first: bool, pads: bool
+    prefilling: Iterable[Sequence],
+    step: int,
+    rows: int = 1,
+    pads: bool = False,
+    seconds: Callable[[int], float] = float,
 ) -> Chunk:
-    """The next chunk of each prompt that is computed next.
+    """The next chunk of the first prompt, and those of others that share its forward.
 
-    A prompt is short if one chunk is left of it. Short ones go first, so that they do not wait for
-    a long prompt; where both wait they take turns (`long_first`), so that a stream of short ones
-    does not stop a long one. Others join, up to `rows` prompts and `step` tokens, padding included;
-    unless `pads`, only those whose chunks have as many tokens.
+    Another joins if first tokens do not come later for it on average, by the `seconds` of a forward
+    with a number of tokens: where it takes hardly longer for both, as for a few tokens on a GPU. At
+    most `rows` prompts and `step` tokens, padding included; unless `pads`, only those whose chunks
+    have as many tokens.
     """
-    ends = {sequence: chunk_end(sequence, step) for sequence in prefilling}
     chosen: Chunk = []
-    longest = 0
-    for sequence in sorted(
-        prefilling, key=lambda r: ((ends[r] < r.prefill_end) != long_first, r.place)
-    ):
-        length = ends[sequence] - sequence.computed
-        longer = max(longest, length)
-        fits = len(chosen) < rows and (len(chosen) + 1) * longer <= step
-        if not chosen or (fits and (pads or length == longest)):
-            chosen.append((sequence, ends[sequence]))
-            longest = longer
+    longest, cost = 0, 0.0
+    for sequence in prefilling:
+        end = chunk_end(sequence, step)
+        length = end - sequence.computed
+        longer, count = max(longest, length), len(chosen) + 1
+        together = seconds(count * longer)
+        is_alike = pads or length == longest
+        fits = count <= rows and count * longer <= step and is_alike
+        if not chosen or (fits and together <= cost + seconds(length) / count):
+            chosen.append((sequence, end))
+            longest, cost = longer, together
     return chosen
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,14 @@ import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_engine, serve, words
 from thorough import only
 
+from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import engine as engine_module
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.engine.scheduler import choose, chunk_end
 from mlx_blockpool.engine.sequence import Sequence
+
+# A forward costs the same however many tokens it has.
+FLAT = CostCurve.from_points({1: 1.0, 1024: 1.0})
 
 
 def running(
@@ -47,30 +53,22 @@ def test_a_chunk_ends_on_the_grid_at_a_breakpoint_or_with_the_prompt(
 
 
 def chosen(
-    prefilling: list[Sequence], rows: int = 8, long_first: bool = False, pads: bool = True
+    prefilling: list[Sequence],
+    rows: int = 8,
+    pads: bool = True,
+    seconds: Callable[[int], float] = lambda tokens: 1.0,
 ) -> list[int]:
-    return [r.uid for r, _ in choose(prefilling, 128, rows, long_first, pads)]
+    """Who is computed, where a forward costs the same however many tokens it has."""
+    return [r.uid for r, _ in choose(prefilling, 128, rows, pads, seconds)]
 
 
-def test_short_prompts_go_before_a_long_one() -> None:
-    assert chosen([running(1, 900), running(2, 30)]) == [2]
-
-
-def test_a_long_prompt_has_its_turn_after_short_ones() -> None:
-    assert chosen([running(1, 900), running(2, 30)], long_first=True) == [1]
-    assert chosen([running(2, 30)], long_first=True) == [2]
-
-
-def test_the_oldest_long_prompt_goes_alone() -> None:
-    assert chosen([running(2, 900), running(3, 900)][::-1]) == [2]
-
-
-def test_short_prompts_go_together_within_the_tokens_of_a_chunk_padding_included() -> None:
+def test_prompts_go_together_within_the_tokens_of_a_chunk_padding_included() -> None:
     # 30 tokens are left of each but the last, and one of 60 makes the padding of all as long.
     assert chosen([running(i, 31) for i in range(6)]) == [0, 1, 2, 3]
     assert chosen([running(1, 31), running(2, 61), running(3, 31)]) == [1, 2]
     assert chosen([running(1, 31), running(2, 120), running(3, 31)]) == [1, 3]
     assert chosen([running(1, 31, computed=20), running(2, 31, computed=20)]) == [1, 2]
+    assert chosen([running(1, 900), running(2, 30)]) == [1]
 
 
 def test_no_more_rows_than_allowed_go_together() -> None:
@@ -78,22 +76,21 @@ def test_no_more_rows_than_allowed_go_together() -> None:
     assert chosen([running(i, 11) for i in range(6)], rows=1) == [0]
 
 
-def test_a_prompt_that_has_come_to_its_last_chunk_is_short() -> None:
-    assert chosen([running(1, 900), running(2, 900, computed=896)]) == [2]
-
-
-def test_a_mark_before_the_end_makes_a_prompt_long() -> None:
-    marked, other = running(1, 30, breakpoints=(10,)), running(2, 30)
-    assert chosen([other, marked], long_first=True) == [1, 2]
-    assert chosen([other, marked]) == [2, 1]
-    assert choose([other, marked], 128, 8, False, True) == [(other, 29), (marked, 10)]
-
-
 def test_unless_prompts_may_be_padded_only_chunks_of_one_length_go_together() -> None:
     prompts = [running(i, tokens) for i, tokens in enumerate((31, 41, 31, 51))]
     prompts.append(running(4, 100, breakpoints=(30,)))
     assert chosen(prompts, pads=False) == [0, 2, 4]
     assert chosen(prompts, pads=True) == [0, 1, 2]
+
+
+def test_prompts_go_together_only_where_no_first_token_is_later_for_it_on_average() -> None:
+    """A forward costs a part that is the same for all, and a second for each token."""
+    prompts = [running(i, 31) for i in range(4)]
+    assert chosen(prompts, seconds=float) == [0]
+    # In turn both have their tokens after 45 and 90 seconds, together after 75.
+    assert chosen(prompts[:2], seconds=lambda tokens: 15 + tokens) == [0]
+    assert chosen(prompts[:2], seconds=lambda tokens: 30 + tokens) == [0, 1]
+    assert chosen(prompts[:2], seconds=lambda tokens: 29 + tokens) == [0]
 
 
 # -- in the engine ---------------------------------------------------------------------------------
@@ -110,25 +107,73 @@ def test_a_short_prompt_need_not_wait_for_a_long_one(share: float) -> None:
     assert_stock("llama", words(2, 200), told.tokens[late])
 
 
-def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
-    engine, _ = make_engine("llama", decode_share=0.0)
-    long = engine.insert(Request(words(1, 128 * 6), 2))
-    count = iter(range(100, 200))
-    told = Told()
-    for chunk in range(1, 40):
-        engine.insert(Request(words(next(count), 60), 1))
-        drive(engine, told, after=lambda _, chunk=chunk: engine.counts["chunks"] >= chunk)
-        if long in told.tokens:
-            break
-    assert len(told.progress[long]) == 6
-    # Every second chunk is one of its own.
-    assert engine.counts["chunks"] <= 14
-    drive(engine, told)
-    assert_stock("llama", words(1, 128 * 6), told.tokens[long])
+class Timed:
+    """Time in which a token of a prompt takes a second, and nothing else takes any."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        self.now = 0.0
+        self.engine, _ = make_engine("llama", decode_share=0.0, **config)
+        self.engine.clock = self.engine.scheduler.clock = self
+        model = self.engine.model
+
+        def computed(tokens: Any, **more: Any) -> Any:
+            # The next tokens of replies take no time.
+            self.now += max(0, tokens.size - len(self.engine.scheduler.batch))
+            return model(tokens, **more)
+
+        self.engine.model = self.engine.scheduler.batch.model = computed
+        monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=self))
+        self.engine.scheduler._prompts = (1.0, 1.0)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def first_tokens(self, arrivals: list[tuple[float, int]]) -> list[float]:
+        """When each prompt of (time, tokens) has its first token."""
+        told, left = Told(), sorted(enumerate(arrivals), key=lambda each: each[1][0])
+        uids: dict[int, int] = {}
+        found: dict[int, float] = {}
+        while len(found) < len(arrivals):
+            while left and left[0][1][0] <= self.now:
+                number, (_, tokens) = left.pop(0)
+                uids[self.engine.insert(Request(words(number, tokens), 1))] = number
+            if not len(self.engine):
+                self.now = left[0][1][0]
+                continue
+            told.take(self.engine.next())
+            for uid in told.tokens:
+                found.setdefault(uids[uid], self.now)
+        return [found[number] for number in range(len(arrivals))]
 
 
-def test_short_prompts_that_wait_together_are_one_chunk() -> None:
-    engine, prefix = make_engine("llama")
+def test_agents_that_arrive_together_are_served_shortest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = [300, 20, 111, 103, 500, 60, 111, 240]
+    found = Timed(monkeypatch).first_tokens([(0.0, tokens) for tokens in lengths])
+    ends = list(accumulate(sorted(tokens - 1 for tokens in lengths)))
+    assert sum(found) <= 1.1 * sum(ends)
+
+
+def test_a_short_prompt_waits_for_one_chunk_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [0.0, 10.0, 300.0, 700.0]
+    found = Timed(monkeypatch).first_tokens([(0.0, 3000), *((t, 30) for t in times[1:])])
+    assert all(end - t <= 128 + 3 * 30 for t, end in zip(times[1:], found[1:], strict=True))
+
+
+def test_a_stream_of_short_prompts_does_not_stop_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Short prompts take all of the time, for ever: the long one goes before those that arrive
+    later than it would have taken alone.
+    """
+    short = [(61.0 * i, 62) for i in range(60)]
+    found = Timed(monkeypatch).first_tokens([(0.0, 600), *short])
+    assert 600 < found[0] <= 2 * 600 + 2 * 128
+
+
+def test_short_prompts_that_wait_together_are_one_chunk_where_that_is_cheaper() -> None:
+    engine, prefix = make_engine("llama", curve=FLAT)
     prompts = [words(i, 20 + i) for i in range(4)]
     uids, told = serve(engine, prompts)
     assert engine.counts["chunks"] == 1
@@ -219,7 +264,7 @@ def test_decode_has_its_share_of_the_time_while_prompts_wait(
 @pytest.mark.parametrize("name", only(["lfm2", "qwen3_5"], "lfm2"))
 def test_prompts_with_states_are_computed_together_up_to_their_own_checkpoints(name: str) -> None:
     """Four prompts after a shared prefix, of which two have a checkpoint within."""
-    engine, prefix = make_engine(name, prefill_tokens=512)
+    engine, prefix = make_engine(name, curve=FLAT, drafts="off", prefill_tokens=512)
     common = words(1, 256)
     serve(engine, [(*common, 5)], max_tokens=1, breakpoints=[(256, "system")])
     before, marks = engine.counts["chunks"], {0: 256 + 25, 2: 256 + 50}
