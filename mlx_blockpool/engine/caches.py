@@ -147,6 +147,12 @@ class Caches:
     def release_all(self) -> None:
         """After a failure: no caches that were handed out are in use any more."""
 
+    def forward_seconds(self, tokens: int) -> float:
+        """How long a forward of this many tokens takes, as measured; proportional to them where
+        that was not.
+        """
+        return float(tokens) if self.curve is None else self.curve.seconds(tokens)
+
     def advance(self, idle: bool) -> bool:
         """Between two steps: write and read records. Returns whether waiting requests may be ready
         now.

@@ -273,13 +273,12 @@ class Scheduler:
         """
         tokens = self.config.prefill_tokens
         rows = self.config.prefill_rows if self.caches.ragged else 1
-        curve = self.caches.curve
         chunk = choose(
             sorted(self.prefilling, key=self._rank),
             tokens,
             rows,
             self.caches.pads_prompts,
-            float if curve is None else curve.seconds,
+            self.caches.forward_seconds,
         )
         if not self.mixes:
             return chunk

@@ -58,9 +58,6 @@ STEPS = 3
 PROMPTS = [[3, 5, 7, 11, 13, 2, 9], [4, 6, 8]]
 NEXT = [[1], [2]]
 FURTHER = [[5], [3]]
-# What is beyond the tolerance by less than this factor may be so because the model's own caches
-# computed several tokens in one forward: some models sum those otherwise.
-NEAR = 2
 # The largest logits by which a later load recognises a model.
 SAMPLED = 8
 
@@ -529,9 +526,10 @@ def _compared(
         return f"{type(error).__name__}: {str(error)[:200]}"
     tolerance = _tolerance(found.dtype == mx.float32, None if spec is None else spec.bits)
     off = _apart(found, alone)
-    if tolerance < off <= NEAR * tolerance and own.compute_apart():
+    # NaN is no less than anything. Some models compute several tokens of one forward otherwise, and
+    # a ring with first tokens that stay shows them more.
+    if not off <= tolerance and own.compute_apart():
         off = _apart(found, [own.after(prompt, count) for prompt in prompts])
-    # NaN is no less than anything.
     if off <= tolerance:
         return None
     lengths = " and ".join(str(len(prompt) + count) for prompt in prompts)

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from models import CONFIGS as MODELS
 from models import make_model
 
-from mlx_blockpool.config import EngineConfig, KVBits, kv_bits
+from mlx_blockpool.config import EngineConfig, KVBits, PoolConfig, kv_bits
 from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
@@ -98,8 +98,8 @@ def stock_caches(name: str) -> list[Any]:
     return rounded(caches, stock_spec(name).with_bits(bits_of(name)))
 
 
-def open_prefix(name: str, n_bytes: int = ROOMY) -> TieredPrefixCache:
-    slabs = KVArena(attached(name)[1], n_bytes)
+def open_prefix(name: str, n_bytes: int = ROOMY, preallocate: bool = False) -> TieredPrefixCache:
+    slabs = KVArena(attached(name)[1], n_bytes, PoolConfig(preallocate=preallocate))
     slabs.capabilities = _attached(name, 0)[1].capabilities
     return TieredPrefixCache(slabs)
 
@@ -115,12 +115,25 @@ def bytes_of(name: str, tokens: int, more_blocks: int = 0) -> int:
     return 2 * max(needed, states) if states else needed
 
 
-def make_engine(
-    name: str, n_bytes: int = ROOMY, curve: CostCurve | None = None, **config: Any
-) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
-    """An engine over a new pool. `curve`: what forwards were measured to cost."""
-    prefix = open_prefix(name, n_bytes)
+def caches_of(prefix: TieredPrefixCache) -> PooledCaches:
+    """Caches with which prompts share forwards, as if these cost the same however many tokens they
+    have.
+    """
     caches = PooledCaches(prefix)
+    caches.forward_seconds = lambda tokens: 1.0  # type: ignore[method-assign]
+    return caches
+
+
+def make_engine(
+    name: str,
+    n_bytes: int = ROOMY,
+    curve: CostCurve | None = None,
+    preallocate: bool = False,
+    **config: Any,
+) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
+    """An engine over a new pool. `curve`: what forwards were measured to cost, for drafts."""
+    prefix = open_prefix(name, n_bytes, preallocate)
+    caches = caches_of(prefix)
     caches.curve = curve
     return BlockPoolBatchEngine(
         attached(name)[0], caches, EngineConfig(**{"prefill_tokens": 128, **config})

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from engine.engines import Told, attached, open_prefix
+from engine.engines import Told, attached, caches_of, open_prefix
 from ranks.threads import ThreadRanks, on_ranks
 
 from mlx_blockpool.config import EngineConfig, RankConfig
@@ -75,7 +75,7 @@ class Rank:
         suspended = self.driver.suspend()
         model, config = self.engine.model, self.engine.config
         self.driver = GroupDriver(
-            model, PooledCaches(self.prefix), config, self.ranks, self.clock, self.suspended
+            model, caches_of(self.prefix), config, self.ranks, self.clock, self.suspended
         )
         return suspended
 
@@ -88,7 +88,7 @@ def _tables(sequence: Sequence) -> Any:
 def make_rank(ranks: Ranks, name: str, n_bytes: int, config: EngineConfig) -> Rank:
     with MAKING:
         model, prefix = attached(name, ranks.rank)[0], open_prefix(name, n_bytes)
-    return rank_of(ranks, model, PooledCaches(prefix), config)
+    return rank_of(ranks, model, caches_of(prefix), config)
 
 
 def rank_of(ranks: Ranks, model: Any, caches: PooledCaches, config: EngineConfig) -> Rank:

@@ -392,7 +392,7 @@ def test_drafts_go_on_behind_a_preemption(name: str, mistakes: str) -> None:
 def test_slabs_are_written_in_place(name: str) -> None:
     requests = [Request(prompt, 24) for prompt in PROMPTS]
     expected = plain(name, requests)
-    engine, prefix = make_drafting(name)
+    engine, prefix = make_drafting(name, preallocate=True)
     for request in requests:
         uid = engine.insert(request)
         script(engine, uid, expected.tokens[uid], 6, "every 5th")

@@ -11,14 +11,10 @@ import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_engine, serve, words
 from thorough import only
 
-from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import engine as engine_module
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.engine.scheduler import choose, chunk_end
 from mlx_blockpool.engine.sequence import Sequence
-
-# A forward costs the same however many tokens it has.
-FLAT = CostCurve.from_points({1: 1.0, 1024: 1.0})
 
 
 def running(
@@ -114,6 +110,7 @@ class Timed:
         self.now = 0.0
         self.engine, _ = make_engine("llama", decode_share=0.0, **config)
         self.engine.clock = self.engine.scheduler.clock = self
+        self.engine.caches.forward_seconds = float  # type: ignore[method-assign]
         model = self.engine.model
 
         def computed(tokens: Any, **more: Any) -> Any:
@@ -173,7 +170,7 @@ def test_a_stream_of_short_prompts_does_not_stop_a_long_one(
 
 
 def test_short_prompts_that_wait_together_are_one_chunk_where_that_is_cheaper() -> None:
-    engine, prefix = make_engine("llama", curve=FLAT)
+    engine, prefix = make_engine("llama")
     prompts = [words(i, 20 + i) for i in range(4)]
     uids, told = serve(engine, prompts)
     assert engine.counts["chunks"] == 1
@@ -264,7 +261,7 @@ def test_decode_has_its_share_of_the_time_while_prompts_wait(
 @pytest.mark.parametrize("name", only(["lfm2", "qwen3_5"], "lfm2"))
 def test_prompts_with_states_are_computed_together_up_to_their_own_checkpoints(name: str) -> None:
     """Four prompts after a shared prefix, of which two have a checkpoint within."""
-    engine, prefix = make_engine(name, curve=FLAT, drafts="off", prefill_tokens=512)
+    engine, prefix = make_engine(name, prefill_tokens=512)
     common = words(1, 256)
     serve(engine, [(*common, 5)], max_tokens=1, breakpoints=[(256, "system")])
     before, marks = engine.counts["chunks"], {0: 256 + 25, 2: 256 + 50}
