@@ -182,7 +182,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
                 mx.synchronize()
             step = step_of(self.members)
             put_rows(step.targets, first.place.index, rows)
-            first.advance_all(self.members)
+            step.advance(self.members)
         else:
             self._prompts = self._write_prompts(rows)
         return (self, self) if not rows[2:] else (self,) * len(rows)

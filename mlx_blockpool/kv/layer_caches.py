@@ -480,11 +480,6 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
             self._idx = self.next_place() + 1
             self.offset += 1
 
-    @staticmethod
-    def advance_all(members: Sequence[Any]) -> None:
-        for member in members:
-            member.advance(1)
-
     def _write_one(self, rows: View) -> None:
         self.sequence.write(self.place, self.next_place(), *rows)
         self.advance(1)

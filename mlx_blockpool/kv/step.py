@@ -101,12 +101,6 @@ class Member(SequenceCache):
         """Count the next tokens as written, one by one, as a batch does it."""
         self.offset += count
 
-    @staticmethod
-    def advance_all(members: Sequence[Any]) -> None:
-        """advance() each member by one token."""
-        for member in members:
-            member.offset += 1
-
 
 class Target(NamedTuple):
     """Rows that go into one slab, None for all: to the token `start` and its neighbours, or to
@@ -249,6 +243,7 @@ class Step:
         self.is_tentative = counts is not None
         self.counts = [1] * len(members) if counts is None else list(counts)
         self.layer = members[0].place.layer
+        self._is_ring = isinstance(self.layer, WindowLayer)
         self._forms = members[0].forms
         self._is_quantised = any(self._forms)
         # The rows of each member.
@@ -300,7 +295,7 @@ class Step:
 
     def _next_key(self) -> list[Any] | None:
         """The key after each member has written one token; None at the end of a block or ring."""
-        is_ring, most = isinstance(self.layer, WindowLayer), getattr(self.layer, "max_size", None)
+        most = getattr(self.layer, "max_size", None)
         nexts = [places[0] + 1 for places, _ in self._destinations]
         if any(place % BLOCK_TOKENS == 0 or place == most for place in nexts):
             return None
@@ -308,7 +303,7 @@ class Step:
         return [
             *policy,
             [
-                (offset + 1, place * is_ring, *table)
+                (offset + 1, place * self._is_ring, *table)
                 for (offset, _, *table), place in zip(of_members, nexts, strict=True)
             ],
         ]
@@ -391,6 +386,15 @@ class Step:
             else self._read(single, index, grouped, new, sinks, roles)
         )
         return out.reshape(rows, heads, 1, -1)
+
+    def advance(self, members: Sequence[Any]) -> None:
+        """Count one token of each member as written in one layer."""
+        for member in members:
+            if self._is_ring:
+                member.advance(1)
+            else:
+                # In each layer of each step: a call would be felt.
+                member.offset += 1
 
     def commit(self, members: Sequence[Member], new: View | None, kept: Sequence[int]) -> None:
         """Keep the first kept[i] rows of each member in one layer, and none of the others; `new`
