@@ -75,7 +75,9 @@ def probe(
     Raises PoolExhaustedError if the pool cannot hold two short sequences, and PluginError if a
     sequence differs on the caches of a plugin's spec.
     """
-    found, own = Capabilities(is_stage=is_stage(model)), _OwnLogits(model, arena.spec)
+    found = Capabilities(is_stage=is_stage(model))
+    # Ranks make the same passes, whatever one of them finds.
+    own = _OwnLogits(model, arena.spec, in_one=ranks.decides)
     if not attaches:
         _need_equal_caches(model, arena, found, ranks)
         return replace(found, pads_states=_leaves_padding_out(own, arena, ranks))
@@ -458,9 +460,11 @@ class _OwnLogits:
     pads:   whether a batch with padding has agreed.
     """
 
-    def __init__(self, model: Any, spec: ModelCacheSpec | None = None) -> None:
+    def __init__(
+        self, model: Any, spec: ModelCacheSpec | None = None, in_one: bool = False
+    ) -> None:
         self.model, self.spec = model, spec
-        self.in_one = spec is not None and spec.bits is None and spec.source is None
+        self.in_one = in_one and spec is not None and spec.bits is None and spec.source is None
         self.batch: list[Any] | None = None
         self.pads = False
         self._known: dict[tuple[int, ...], mx.array] = {}

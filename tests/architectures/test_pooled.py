@@ -51,6 +51,8 @@ RAGGED_STATES = [
 def test_prompts_of_hybrid_models_are_computed_together_after_a_shared_prefix(name: str) -> None:
     model, common = make_model(name), prompt(1, 200)
     engine = BlockPoolBatchEngine.open(model, POOL)
+    # As if a forward took as long however many tokens it has.
+    engine.caches.forward_seconds = lambda tokens: 1.0
     try:
         engine.insert(Request([*common, 7], 1, breakpoints=[(200, "system")]))
         while len(engine):

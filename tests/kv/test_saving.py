@@ -262,7 +262,9 @@ def test_a_ring_that_is_put_in_order_by_hand_decodes_as_stock() -> None:
                     cache._temporal_order(values),
                 )
                 cache._idx = cache.max_size
-    assert mx.array_equal(logits_after(model, ours), logits_after(model, stock))
+    found, needed = logits_after(model, ours), logits_after(model, stock)
+    # The blocks of a ring may lie in several slabs, whose sums are added in another order.
+    assert mx.allclose(found, needed, rtol=1e-5, atol=1e-5), mx.abs(found - needed).max()
 
 
 def test_what_mlx_lms_models_put_back_is_let_be() -> None:

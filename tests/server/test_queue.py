@@ -168,7 +168,8 @@ class FakeModel:
     ready: float = 0.0
     used: float = 0.0
     events: ModelEvents = field(default_factory=lambda: EventLog().of_model("m"))
-    pool_bytes = array_bytes = weights_bytes = read_bytes = 0
+    pool_bytes = array_bytes = weights_bytes = read_bytes = num_forwards = 0
+    proof_seconds = 0.0
     closed = False
 
     @property
