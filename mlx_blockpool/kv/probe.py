@@ -494,7 +494,8 @@ class _OwnLogits:
     def compute_apart(self) -> bool:
         """Compute what follows a prompt token by token from now on. Returns whether it was not."""
         was_in_one, self.in_one = self.in_one, False
-        self._known.clear()
+        if was_in_one:
+            self._known.clear()
         return was_in_one
 
     def sample(self, prompt: list[int]) -> tuple[tuple[int, float], ...]:
