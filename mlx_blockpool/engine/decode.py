@@ -25,7 +25,7 @@ from ..config import EngineConfig, FormConfig
 from ..drafts.draft import Draft
 from ..drafts.drafting import Drafting
 from ..errors import PoolExhaustedError
-from ..kv.pending_tokens import PendingTokens, padded_forward
+from ..kv.pending_tokens import PendingTokens, first_rows, padded_forward
 from ..kv.prompt_cache import (
     batch_of,
     begin_chunks,
@@ -235,7 +235,7 @@ class DecodeBatch:
         caches = [batch_of([row.caches or []]) for row, _ in chunk]
         begin_chunks(self._layers, caches, [len(own) for own in tokens])
         rows = mx.concatenate([inputs, *(mx.array(own, mx.uint32) for own in tokens)])
-        logits: mx.array = self.model(rows[:, None], cache=self._layers)[: inputs.size]
+        logits = first_rows(self.model, rows[:, None], self._layers, inputs.size)
         end_chunks(self._layers)
         mx.eval(logits, [layer.state for layer in self._layers])
         for row, end in chunk:

@@ -77,7 +77,7 @@ class Scheduler:
         # What a token of a prompt has taken, as measured: seconds and tokens, old ones weigh less.
         self._prompts = (config.token_seconds, 1.0)
         # Of the last two steps: the sequences that decoded, and the tokens of prompts.
-        self._steps = ((0, 0), (0, 0))
+        self.last_steps = ((0, 0), (0, 0))
         # The seconds of a step without prompts, by the sequences that decode.
         self._plain: dict[int, float] = {}
         # The most tokens of prompts in one forward with replies, and the least that this may be:
@@ -129,7 +129,7 @@ class Scheduler:
             len(self.batch.members) if self.mixes or not chunk else 0,
             sum(end - sequence.computed for sequence, end in chunk) if chunk else 0,
         )
-        self._steps = self._steps[1], step
+        self.last_steps = self.last_steps[1], step
         return chunk
 
     @property
@@ -238,7 +238,7 @@ class Scheduler:
         Where chunks go with replies their size follows the time, and the debt is what the smallest
         ones take beyond the share of replies.
         """
-        (before, had_chunk), (members, has_chunk) = self._steps
+        (before, had_chunk), (members, has_chunk) = self.last_steps
         if has_chunk:
             spent, tokens = self._prompts
             self._prompts = (

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..spec import ModelCacheSpec, StateLayer, WindowLayer
 from .batch_cache import PooledBatchCache
@@ -33,6 +34,50 @@ def takes_back(spec: ModelCacheSpec) -> bool:
         isinstance(leaf, WindowLayer) or (isinstance(leaf, StateLayer) and leaf.own is not None)
         for leaf in spec.leaves
     )
+
+
+class _FirstRows:
+    """A model, or a part of it, that returns the first rows of a batch alone: they are taken before
+    its head, which would cost most of all for a large vocabulary.
+    """
+
+    def __init__(self, module: Any, count: int) -> None:
+        self._module, self._count = module, count
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if name == "language_model":
+            return _FirstRows(found, self._count)
+        return _Backbone(found, self._count) if name == "model" else found
+
+    def __call__(self, *args: Any, **more: Any) -> mx.array:
+        logits: mx.array = type(self._module).__call__(self, *args, **more)
+        return logits
+
+
+class _Backbone:
+    """What is below a model's head, as mlx-lm's models call it."""
+
+    def __init__(self, module: Any, count: int) -> None:
+        self._module, self._count = module, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, *args: Any, **more: Any) -> mx.array:
+        hidden: mx.array = self._module(*args, **more)
+        return hidden[: self._count]
+
+
+def first_rows(model: Any, tokens: mx.array, caches: list[Any], count: int) -> mx.array:
+    """The logits [count, 1, vocabulary] of the first rows of tokens [rows, 1]. All are computed,
+    but without their logits.
+    """
+    if not isinstance(model, nn.Module):
+        # What stands in for a model.
+        logits: mx.array = model(tokens, cache=caches)
+        return logits[:count]
+    return _FirstRows(model, count)(tokens, cache=caches)
 
 
 def padded_forward(model: Any, tokens: Sequence[list[int]], layers: list[Any]) -> mx.array:

@@ -25,7 +25,7 @@ from .arena import KVArena
 from .attach import bind, classes_of, detached, is_by_member, restore, sources_of
 from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
-from .pending_tokens import PendingTokens, padded_forward, takes_back
+from .pending_tokens import PendingTokens, first_rows, padded_forward, takes_back
 from .pool import BlockPool
 from .prompt_cache import (
     batch_of,
@@ -399,8 +399,13 @@ def _agrees_by_rows(own: _OwnLogits, arena: KVArena, prompts: list[list[int]], m
         ):
             begin_rows(batch, counts)
             begin_chunks(batch, [chunk] * mixes, [len(part)] * mixes)
-            logits = _logits(model, [*rows, *part], batch)
+            logits = (
+                first_rows(model, mx.array([*rows, *part]), batch, len(rows))
+                if mixes
+                else _logits(model, [*rows, *part], batch)
+            )
             end_chunks(batch)
+            mx.eval(logits, [layer.state for layer in batch])
             commit_rows(batch, [1, 1])
         found = [logits[:2, -1]]
         if mixes:

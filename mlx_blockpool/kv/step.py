@@ -125,8 +125,12 @@ def step_of(members: Sequence[Member], counts: Sequence[int] | None = None) -> S
     found: Step | None = arena.steps[group]
     key = _key(arena, group, members, counts)
     if found is not None and found.following == key:
-        found.move_on()
-    elif found is None or found.key != key:
+        # Forgets steps if slabs have come or gone.
+        arena.sync()
+        found = arena.steps[group]
+        if found is not None:
+            found.move_on()
+    if found is None or found.key != key:
         own_counts = [1] * len(members) if counts is None else counts
         try:
             destinations = [
@@ -312,9 +316,11 @@ class Step:
         """Return whether the next token of each of these sequences is the step after this one: they
         need no blocks. caches: the layer caches of each.
         """
+        # A model with lists of caches has others at these places, or none.
+        if self.following is None or self._leaf >= len(caches[0]):
+            return False
         members = [own[self._leaf] for own in caches]
-        # A model with lists of caches has others at these places.
-        if self.following is None or {type(each) for each in members} != {self._kind}:
+        if {type(each) for each in members} != {self._kind}:
             return False
         return self.following == _key(members[0].sequence.arena, self.group, members, None)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from architectures.test_configs import build
 from engine.drafts import plain, script
@@ -219,4 +220,33 @@ def test_a_forward_that_fails_ends_what_is_live_and_nothing_that_waits() -> None
     assert engine.reset() == live
     told = drive(engine)
     assert_stock("llama", words(3, 30), told.tokens[waiting])
+    assert_nothing_held(prefix)
+
+
+def test_the_head_computes_the_rows_of_replies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine("llama", decode_share=0.0, prefill_tokens=64)
+    for seed in range(2):
+        engine.insert(Request(words(seed, 20), 30))
+    told = drive(engine, after=lambda told: len(told.tokens) == 2)
+    rows: list[int] = []
+    as_linear = nn.Embedding.as_linear
+
+    def counted(self: nn.Embedding, hidden: mx.array) -> mx.array:
+        rows.append(hidden.shape[0] * hidden.shape[1])
+        return as_linear(self, hidden)
+
+    monkeypatch.setattr(nn.Embedding, "as_linear", counted)
+    engine.insert(Request(words(5, 200), 1))
+    drive(engine, told, after=lambda _: engine.counts["mixed"] == 3)
+    assert rows
+    assert max(rows) <= 3
+
+
+def test_a_model_whose_layer_has_a_list_of_caches_is_served_alone_in_a_batch() -> None:
+    """Its one layer has two leaves: a state, and keys and values."""
+    engine, prefix = make_engine("falcon_h1")
+    uid = engine.insert(Request(words(1, 30), 5))
+    told = drive(engine)
+    assert told.failed == {}
+    assert_stock("falcon_h1", words(1, 30), told.tokens[uid])
     assert_nothing_held(prefix)
