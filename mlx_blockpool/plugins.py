@@ -12,8 +12,8 @@ import importlib
 import inspect
 import io
 import logging
-import os
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
@@ -29,6 +29,8 @@ from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLay
 
 log = logging.getLogger(__name__)
 
+# Code that is written later is not what this process runs.
+STARTED = time.time()
 GROUP = "mlx_blockpool"
 BUNDLED = (
     "default",
@@ -262,9 +264,9 @@ def versions() -> list[str]:
     return [*installed, *adapters]
 
 
-def code_digest(modules: Iterable[str]) -> str:
+def code_digest(modules: Iterable[str]) -> str | None:
     """32 hex digits for the code of this package, of the packages of all plugins, and of some
-    imported modules. Code without a file has other digits in each process.
+    imported modules; None where code has no file, or one that was written since this process began.
     """
     manager = make_plugin_manager()
     packages = {__package__, PACKAGE}
@@ -272,7 +274,7 @@ def code_digest(modules: Iterable[str]) -> str:
         where = plugin if inspect.ismodule(plugin) or inspect.isclass(plugin) else type(plugin)
         name = where.__name__ if inspect.ismodule(where) else where.__module__
         packages.add(name.partition(".")[0])
-    files, unknown = set[Path](), b""
+    files = set[Path]()
     for name in packages | {*modules}:
         module = sys.modules.get(name)
         file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
@@ -281,8 +283,10 @@ def code_digest(modules: Iterable[str]) -> str:
         elif file is not None:
             files.add(Path(file))
         else:
-            unknown += os.urandom(16)
-    found = hashlib.blake2b(unknown, digest_size=16)
+            return None
+    if any(each.stat().st_mtime > STARTED for each in files):
+        return None
+    found = hashlib.blake2b(digest_size=16)
     for each in sorted(files):
         found.update(each.read_bytes())
     return found.hexdigest()

@@ -27,7 +27,7 @@ from ..kv.cost_model import PathCosts
 from ..kv.decode_policy import device
 from ..kv.measuring import SECONDS, measure_curve, no_interrupt
 from ..kv.path_measuring import measure_paths
-from ..kv.probe import confirms, probe
+from ..kv.probe import ENOUGH_BLOCKS, confirms, probe
 from ..kv.proof import TOO_SMALL
 from ..model_files.device import WiredLimit
 from ..plugins import code_digest
@@ -63,18 +63,24 @@ def remembering(measurements: Measurements, weights: str, name: str) -> Probe:
     """probe() for the model `name`, whose weights and config have the identity `weights`.
 
     What it finds is remembered with these, the versions and the code of all that computes, the
-    device and the caches. While none of them changes, one forward confirms it at the next load.
+    device, the caches and how many blocks the pool has for trying them. While none of them changes,
+    one forward confirms it at the next load.
     """
 
     def probed(model: Any, arena: KVArena, ranks: Ranks) -> Capabilities:
         modules = {type(module).__module__ for _, module in model.named_modules()}
-        code = f"{_versions()}, code {code_digest(modules)}, path {arena.decode.path}"
+        digest = code_digest(modules)
+        if digest is None:
+            return probe(model, arena, ranks)
+        # A smaller pool cannot show all.
+        size = max(1, sum(map(arena.spec.bytes_per_block, arena.spec.groups)))
+        blocks = min(arena.pool.pool_bytes // size, ENOUGH_BLOCKS).bit_length()
+        code = f"{_versions()}, code {digest}, path {arena.decode.path}, room {blocks}"
         on = MeasuredOn(device_name(), code, arena.spec.fingerprint(), weights)
         known = _remembered(_PROOF, measurements.figures(on).get(PROOF))
         if known is not None and confirms(model, arena, known):
             return known
         found = probe(model, arena, ranks)
-        # A larger pool may be able to do more.
         if not any(TOO_SMALL in why for why in found.differs):
             measurements.save(on, name, {PROOF: _PROOF.dump_python(found, mode="json")})
         return found

@@ -8,6 +8,7 @@ step more simply.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,8 @@ MEASURABLE_BYTES = 4 * 2**20
 # Blocks that are reserved for a sequence whose slabs are watched, where a quarter of the pool has
 # them.
 PROBED_BLOCKS = 32
+# In a pool of this many nothing is left out for want of blocks.
+ENOUGH_BLOCKS = 4 * PROBED_BLOCKS
 
 # Decode steps by which copies of slabs show: the last two begin while another one runs.
 STEPS = 3
@@ -136,10 +139,15 @@ def confirms(model: Any, arena: KVArena, found: Capabilities) -> bool:
             logits = padded_forward(model, prompts, batch)
             rows = [logits[i, len(prompt) - 1] for i, prompt in enumerate(prompts)]
         tolerance = _tolerance(bool(rows) and rows[0].dtype == mx.float32, spec.bits)
-        holds = all(
-            abs(row[token].item() - needed) <= tolerance * max(abs(each) for _, each in sample)
+        # What was remembered may be damaged; a token beyond the vocabulary would end the process.
+        holds = bool(rows) and all(
+            sample
+            and all(0 <= token < row.size and math.isfinite(needed) for token, needed in sample)
+            and all(
+                abs(row[token].item() - needed) <= tolerance * max(abs(each) for _, each in sample)
+                for token, needed in sample
+            )
             for row, sample in zip(rows, found.sample, strict=True)
-            for token, needed in sample
         )
     except Exception as error:
         # As in _compared(); remembered capabilities may be of anything.

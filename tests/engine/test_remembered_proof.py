@@ -5,6 +5,7 @@ confirmed by one forward pass at later loads.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from architectures.pooled import make_model
 from mlx_lm.models import llama
 from server.serving import blockpool_server
 
+from mlx_blockpool import plugins
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.demo import model_path
 from mlx_blockpool.engine import measuring
@@ -21,6 +23,8 @@ from mlx_blockpool.formatting import count
 from mlx_blockpool.kv.attach import detach
 from mlx_blockpool.kv.build import describe, open_served
 from mlx_blockpool.kv.capabilities import Capabilities
+from mlx_blockpool.kv.probe import confirms
+from mlx_blockpool.plugins import code_digest
 from mlx_blockpool.store.measurements import Measurements
 
 
@@ -138,3 +142,42 @@ def test_a_server_computes_few_forwards_until_it_is_healthy(
             body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
             found.append(ours.send("/v1/completions", body)[1]["choices"])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [(), ((), ()), (((1_000_000, 0.0),),) * 2, (((-1, 0.0),),) * 2, (((1, float("inf")),),) * 2],
+    ids=str,
+)
+def test_a_damaged_proof_is_proven_again(sample: Any) -> None:
+    model = make_model("llama")
+    arena = open_served(model, describe(model), 60_000_000, PoolConfig())
+    detach(model)
+    damaged = replace(arena.capabilities, sample=sample)
+    assert not confirms(model, arena, damaged)
+    assert confirms(model, arena, arena.capabilities)
+
+
+def test_a_small_pool_proves_nothing_for_a_large_one(tmp_path: Path) -> None:
+    model, probing = make_model("llama"), remembering(Measurements(tmp_path), "w", "tiny")
+    spec = describe(model)
+    size = sum(map(spec.bytes_per_block, spec.groups))
+    found = []
+    for blocks in (2, 400):
+        detach(model)
+        arena = open_served(model, spec, blocks * size, PoolConfig(), probe=probing)
+        found.append(arena.capabilities.mixes)
+    assert found == [False, True]
+
+
+def test_code_that_was_written_since_the_process_began_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert code_digest([]) is not None
+    monkeypatch.setattr(plugins, "STARTED", 0.0)
+    assert code_digest([]) is None
+    model = make_model("llama")
+    load(model, tmp_path)
+    calls = counted(type(model), monkeypatch)
+    load(model, tmp_path)
+    assert len(calls) > 10

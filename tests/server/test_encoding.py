@@ -204,3 +204,13 @@ def test_a_tokenizer_that_encodes_in_another_way_encodes_whole_texts() -> None:
     for _ in range(2):
         assert tokenizer.encode("<|start|>abc", add_special_tokens=False).tolist() == [12]
     assert tokenizer.num_encoded == 24
+
+
+def test_a_text_whose_special_tokens_are_none_changes_no_later_one() -> None:
+    """transformers leaves that set in the tokenizers library."""
+    tokenizer = reusing("words")
+    text = "<|start|>user"
+    needed = tokenizer.encode(text, add_special_tokens=False).tolist()
+    tokenizer._earlier.clear()
+    tokenizer.whole.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert tokenizer.encode(text, add_special_tokens=False).tolist() == needed

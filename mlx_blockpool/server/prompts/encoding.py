@@ -89,6 +89,8 @@ class ReusingTokenizer:
         backend = self.whole._tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
+        # transformers leaves it set after a text whose special tokens are none.
+        backend.encode_special_tokens = False
         found = backend.encode(text[place:], add_special_tokens=False)
         ids, offsets = found.ids, found.offsets
         tokens = array("i") if earlier is None else earlier.tokens[:count]
