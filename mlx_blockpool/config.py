@@ -124,8 +124,8 @@ class EngineConfig:
     decode_share: float = (
         0.5  # the fraction of the time for decode while prompts wait for prefill; 0 to below 1
     )
-    # What a token of a prompt is taken to cost in seconds before one was measured.
-    token_seconds: ClassVar[float] = 0.001
+    # How many tokens of later prompts may pass the oldest one for each that it gets.
+    aged_tokens: ClassVar[int] = 4
     max_members: int = 32  # the most requests that hold caches at a time
     priority_seconds: ClassVar[float] = 10.0  # a step of priority counts as this much waiting, ...
     most_priority_seconds: ClassVar[float] = 60.0  # ... and all steps together as at most this much

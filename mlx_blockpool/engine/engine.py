@@ -241,7 +241,7 @@ class BlockPoolBatchEngine:
             sequence for sequence in scheduler.waiting if sequence.uid not in dropped
         ]
         scheduler.prefilling = []
-        scheduler.last_steps = (0, 0), (0, 0)
+        scheduler.last_steps = (0, False), (0, False)
         scheduler.batch = DecodeBatch(self.model, self.caches.ragged, self._draw)
         scheduler.may_admit = True
         self.caches.release_all()

@@ -14,9 +14,11 @@ schedule() takes these decisions before each step:
              request that has the most live sequences is preempted for one that would have fewer.
     chunk    While prompts and replies both wait, decode gets `decode_share` of the time: chunks are
              computed in one forward with the next tokens of replies, as many as that leaves time
-             for, or in turns with them where the model does not mix them. The prompt goes first
-             that would be finished first if each had been alone since it arrived. Others share its
-             forward only where that was measured to make no first token later on average.
+             for, or in turns with them where the model does not mix them. Of the prompts with the
+             lowest priority value the one goes first of which the least is left to compute. One
+             that later ones pass is aged: the oldest gets a token for each `aged_tokens` of
+             theirs, a chunk at a time. Others share a forward only where that was measured to make
+             no first token later on average.
     reserve  Each reply's next token gets its block. If the pool has none, restores end first, then
              sequences are preempted: of the highest priority value, of the request with the most
              live sequences, the youngest.
@@ -45,9 +47,6 @@ from .sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-# The weight of earlier measurements of prompts relative to the next one.
-PROMPT_MEMORY = 0.9
-
 
 class Scheduler:
     """The sequences of an engine.
@@ -74,10 +73,10 @@ class Scheduler:
         # Whether something has changed since waiting sequences could not start.
         self.may_admit = True
         self._debt = DecodeDebt(config.decode_share)
-        # What a token of a prompt has taken, as measured: seconds and tokens, old ones weigh less.
-        self._prompts = (config.token_seconds, 1.0)
-        # Of the last two steps: the sequences that decoded, and the tokens of prompts.
-        self.last_steps = ((0, 0), (0, 0))
+        # The tokens that the oldest prompt is owed by later ones that have passed it.
+        self._owed = 0.0
+        # Of the last two steps: the sequences that decoded, and whether prompts were computed.
+        self.last_steps = ((0, False), (0, False))
         # The seconds of a step without prompts, by the sequences that decode.
         self._plain: dict[int, float] = {}
         # The most tokens of prompts in one forward with replies, and the least that this may be:
@@ -125,10 +124,7 @@ class Scheduler:
         if self.mixes or not has_chunk:
             self._reserve_next_blocks()
         chunk = self._next_chunk() if has_chunk and self.prefilling else []
-        step = (
-            len(self.batch.members) if self.mixes or not chunk else 0,
-            sum(end - sequence.computed for sequence, end in chunk) if chunk else 0,
-        )
+        step = len(self.batch.members) if self.mixes or not chunk else 0, bool(chunk)
         self.last_steps = self.last_steps[1], step
         return chunk
 
@@ -205,7 +201,7 @@ class Scheduler:
             self._fail(sequence, error)
             return True
         self.waiting.remove(sequence)
-        sequence.start(opened.caches, opened.cached)
+        sequence.start(opened.caches, opened.cached, self.counts["prompt_tokens"])
         if sequence.preemptions:
             self.counts["swapped_in"] += 1
             self.events.append(Swapped(sequence.uid, is_in=True))
@@ -239,12 +235,6 @@ class Scheduler:
         ones take beyond the share of replies.
         """
         (before, had_chunk), (members, has_chunk) = self.last_steps
-        if has_chunk:
-            spent, tokens = self._prompts
-            self._prompts = (
-                PROMPT_MEMORY * spent + seconds,
-                PROMPT_MEMORY * tokens + has_chunk,
-            )
         # The forward of a step without prompts ends in the next step. One that is disturbed counts
         # less, as longer chunks would follow.
         if members and not has_chunk and not had_chunk and before == members:
@@ -280,20 +270,31 @@ class Scheduler:
             self.caches.pads_prompts,
             self.caches.forward_seconds,
         )
-        if not self.mixes:
-            return chunk
-        parts = [(sequence, chunk_end(sequence, self._most)) for sequence, _ in chunk]
-        left = accumulate((end - each.computed for each, end in parts), sub, initial=self._most)
-        return [part for part, rest in zip(parts, islice(left, 1, None), strict=True) if rest >= 0]
+        if self.mixes:
+            parts = [(sequence, chunk_end(sequence, self._most)) for sequence, _ in chunk]
+            left = accumulate((end - each.computed for each, end in parts), sub, initial=self._most)
+            rests = islice(left, 1, None)
+            chunk = [part for part, rest in zip(parts, rests, strict=True) if rest >= 0]
+        self._age(chunk)
+        return chunk
 
-    def _rank(self, sequence: Sequence) -> tuple[float, int]:
-        """Prompts are computed in this order: the one that would be finished first if each had been
-        alone since it arrived. So one with less left goes first, and after some time no later one
-        goes before one that has more.
-        """
+    def _rank(self, sequence: Sequence) -> tuple[bool, int, int, int]:
+        """Prompts are computed in this order."""
         left = sequence.prefill_end - sequence.computed
-        seconds, tokens = self._prompts
-        return sequence.due + left * seconds / tokens, sequence.uid
+        is_owed = self._owed >= self.config.prefill_tokens and sequence is self.prefilling[0]
+        return not is_owed, sequence.request.priority, left, sequence.uid
+
+    def _age(self, chunk: Chunk) -> None:
+        """Count what the oldest prompt is owed by those that have started after it.
+
+        Prompts that start together owe each other nothing: shortest first is best for them.
+        """
+        oldest, (first, _) = self.prefilling[0], chunk[0]
+        computed = {sequence: end - sequence.computed for sequence, end in chunk}
+        if oldest in computed:
+            self._owed = max(0.0, self._owed - computed[oldest])
+        elif first.started > oldest.started:
+            self._owed += sum(computed.values()) / self.config.aged_tokens
 
     def join(self, sequence: Sequence) -> None:
         """Move a sequence whose prompt is computed into the batch."""

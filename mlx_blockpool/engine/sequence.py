@@ -41,6 +41,7 @@ class Sequence:
     rolled_back: how many of them after those, in a batch, were accepted and are computed again by
                the next step.
     caches:    the layer caches; None while it waits.
+    started:   the tokens of prompts that the engine had computed when it started.
     prefix:    the cached beginning of `tokens` that was found last; lookups continue from its end.
     logprobs:  of tokens[-1] where that was drawn and not emitted yet; without numbers where another
                process has drawn it.
@@ -61,7 +62,7 @@ class Sequence:
         # Choices share the list of their prompt until they start.
         is_choice, given = request.group is not None, request.tokens
         self.tokens = given if is_choice and isinstance(given, list) else list(given)
-        self.computed = self.rolled_back = 0
+        self.computed = self.rolled_back = self.started = 0
         self.caches: list[Any] | None = None
         self.prefix: PrefixRef | None = None
         self.logprobs: mx.array | None = None
@@ -98,9 +99,10 @@ class Sequence:
         """
         self.prefix = self.agreed = self.drafter = None
 
-    def start(self, caches: list[Any], computed: int) -> None:
+    def start(self, caches: list[Any], computed: int, started: int) -> None:
         """Continue from caches that hold the first `computed` tokens."""
         self.caches, self.computed, self.agreed = caches, computed, None
+        self.started = started
         if self.tokens is self.request.tokens:
             self.tokens = list(self.tokens)
 

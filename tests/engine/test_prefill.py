@@ -120,7 +120,6 @@ class Timed:
 
         self.engine.model = self.engine.scheduler.batch.model = computed
         monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=self))
-        self.engine.scheduler._prompts = (1.0, 1.0)
 
     def __call__(self) -> float:
         return self.now
@@ -153,20 +152,43 @@ def test_agents_that_arrive_together_are_served_shortest_first(
 
 
 def test_a_short_prompt_waits_for_one_chunk_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = [0.0, 10.0, 300.0, 700.0]
-    found = Timed(monkeypatch).first_tokens([(0.0, 3000), *((t, 30) for t in times[1:])])
-    assert all(end - t <= 128 + 3 * 30 for t, end in zip(times[1:], found[1:], strict=True))
+    """At the beginning of the long one, in its middle and close to its end; also one of several
+    chunks.
+    """
+    arrivals = [(t, tokens) for t in (10.0, 700.0, 1600.0, 2300.0) for tokens in (30, 300)]
+    found = Timed(monkeypatch).first_tokens([(0.0, 3000), *arrivals])
+    # Of two that arrive together the shorter one goes first.
+    own = [tokens + 30 * (tokens > 30) for _, tokens in arrivals]
+    waits = [end - t for (t, _), end in zip(arrivals, found[1:], strict=True)]
+    assert all(wait <= 2 * 128 + n for wait, n in zip(waits, own, strict=True)), waits
+
+
+def test_the_oldest_prompt_gets_a_chunk_after_four_of_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that started with it do not count."""
+    later = Timed(monkeypatch).first_tokens([(0.0, 1025), *((1.0, 257) for _ in range(3))])
+    # 128 of the long one before they arrive, four chunks, one of the long one, the last two.
+    assert later[1:] == [128 + 256, 128 + 512, 128 + 512 + 128 + 256]
+    together = Timed(monkeypatch).first_tokens([(0.0, 1025), *((0.0, 257) for _ in range(3))])
+    assert together[1:] == [256, 512, 768]
+
+
+def test_the_lowest_priority_value_goes_first_whatever_is_left() -> None:
+    engine, _ = make_engine("llama", decode_share=0.0)
+    for number, (tokens, priority) in enumerate([(40, 1), (400, 0), (60, 0)]):
+        engine.insert(Request(words(number, tokens), 1, priority=priority))
+    engine.caches.forward_seconds = float  # type: ignore[method-assign]
+    assert list(drive(engine).reasons) == [3, 2, 1]
 
 
 def test_a_stream_of_short_prompts_does_not_stop_a_long_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Short prompts take all of the time, for ever: the long one goes before those that arrive
-    later than it would have taken alone.
-    """
-    short = [(61.0 * i, 62) for i in range(60)]
+    """Short prompts take all of the time, for ever: of each five tokens the long one gets one."""
+    short = [(61.0 * i, 62) for i in range(80)]
     found = Timed(monkeypatch).first_tokens([(0.0, 600), *short])
-    assert 600 < found[0] <= 2 * 600 + 2 * 128
+    assert 5 * 128 < found[0] <= 5 * (600 + 128)
 
 
 def test_short_prompts_that_wait_together_are_one_chunk_where_that_is_cheaper() -> None:
