@@ -44,6 +44,10 @@ class Slab:
         self.forms = spec.forms(group.layer)
         self.is_plain = not any(self.forms)
         self._dims = [array.dim for array in group.layer.arrays]
+        # mlx makes the same of a slice of all heads, once more in each layer of each step.
+        self._heads = [
+            mx.arange(array.heads, dtype=mx.uint32)[:, None] for array in group.layer.arrays
+        ]
         self.layers: list[View] = [
             tuple(
                 as_rows(
@@ -57,7 +61,7 @@ class Slab:
             )
             for _ in group.layers
         ]
-        mx.eval(self.arrays())
+        mx.eval(self.arrays(), self._heads)
 
     def arrays(self) -> list[mx.array]:
         """All arrays, layer by layer."""
@@ -86,13 +90,15 @@ class Slab:
 
     def scatter(self, index: int, places: mx.array, *rows: Rows) -> None:
         """Put rows [1, heads, n, dim] of each array of the group's layer `index` at the tokens
-        `places` [n].
+        `places` [n], of type uint32.
 
         One scatter in place for each array, where n writes would be n operations.
         """
-        where = (slice(None), slice(None), places)
         held: Any
-        for held, given, dim in zip(self.layers[index], rows, self._dims, strict=True):
+        for held, given, dim, heads in zip(
+            self.layers[index], rows, self._dims, self._heads, strict=True
+        ):
+            where: Any = 0, heads, places
             # A scatter of rows without numbers, as values of dimension 0, ends the process.
             if dim and self.is_plain:
                 held[where] = given

@@ -594,7 +594,8 @@ def _targets_in(slab: Slab, pairs: list[tuple[int, int]], num_rows: int) -> list
             slab,
             _index_of([row for row, _ in pairs], num_rows),
             0,
-            mx.array([token for _, token in pairs]),
+            # Of the type of mlx's own indices, or each layer would convert both.
+            mx.array([token for _, token in pairs], mx.uint32),
         )
     ]
 
