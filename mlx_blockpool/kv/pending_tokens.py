@@ -48,7 +48,7 @@ class _FirstRows:
         found = getattr(self._module, name)
         if name == "language_model":
             return _FirstRows(found, self._count)
-        return _Backbone(found, self._count) if name == "model" else found
+        return _Backbone(found, self._count) if name in ("model", "transformer") else found
 
     def __call__(self, *args: Any, **more: Any) -> mx.array:
         logits: mx.array = type(self._module).__call__(self, *args, **more)
@@ -73,11 +73,11 @@ def first_rows(model: Any, tokens: mx.array, caches: list[Any], count: int) -> m
     """The logits [count, 1, vocabulary] of the first rows of tokens [rows, 1]. All are computed,
     but without their logits.
     """
-    if not isinstance(model, nn.Module):
-        # What stands in for a model.
-        logits: mx.array = model(tokens, cache=caches)
-        return logits[:count]
-    return _FirstRows(model, count)(tokens, cache=caches)
+    # What stands in for a model has no parts.
+    called = _FirstRows(model, count) if isinstance(model, nn.Module) else model
+    logits: mx.array = called(tokens, cache=caches)
+    # The part below a head may have another name.
+    return logits[:count]
 
 
 def padded_forward(model: Any, tokens: Sequence[list[int]], layers: list[Any]) -> mx.array:
