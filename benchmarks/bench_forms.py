@@ -229,6 +229,8 @@ def insert(
     tokens: int,
     eos: frozenset[int] = frozenset(),
 ) -> list[int]:
+    # The prompts go through the model together, so that all decode from then on.
+    engine.caches.forward_seconds = lambda tokens: 1.0
     stop = StopSequences([(token,) for token in sorted(eos)])
     prompts = [[5, 6, 7, number] * 2 for number in range(len(forms))]
     return [

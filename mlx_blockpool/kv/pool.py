@@ -37,6 +37,10 @@ def remedy(spec: ModelCacheSpec) -> str:
     return f"Raise --pool-bytes, or correct the spec of {spec.source}."
 
 
+# A slab has at most this part of the budget, unless more blocks are needed at once.
+LARGEST_PART = 4
+
+
 class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
 
@@ -292,7 +296,10 @@ class BlockPool:
         for group, blocks in enumerate(self.groups):
             if (short := counts.get(group, 0) - blocks.available) > 0:
                 used = len(blocks.blocks) + short
-                self._add_slab(blocks, short + min(spare // blocks.bytes_per_block, used - 1))
+                more = min(spare // blocks.bytes_per_block, used - 1)
+                # Of a small pool one group must not take what another will need.
+                most = self.pool_bytes // LARGEST_PART // blocks.bytes_per_block
+                self._add_slab(blocks, max(short, min(short + more, most)))
 
     def _add_slab_for_run(self, table: BlockTable, count: int) -> None:
         """Add a slab before it is needed, for `count` neighbouring blocks, if the free blocks are

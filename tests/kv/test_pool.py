@@ -500,12 +500,12 @@ def test_a_pool_has_at_most_twice_what_is_used_in_few_slabs(
     assert pool.nbytes <= BLOCK
 
 
-def test_a_full_pool_has_a_slab_for_each_doubling() -> None:
+def test_a_full_pool_has_a_slab_for_each_doubling_up_to_a_quarter_of_it() -> None:
     pool = BlockPool(spec_of(FULL), 1000 * BLOCK)
     table = pool.open_table(0)
     for _ in range(1000):
         pool.extend(table, 1)
-    assert list(pool.groups[0].slabs.values()) == [2**i for i in range(9)] + [489]
+    assert list(pool.groups[0].slabs.values()) == [2**i for i in range(8)] + [250, 250, 245]
 
 
 @pytest.mark.parametrize("together", [False, True])
