@@ -16,6 +16,7 @@ from store.measured import measured_in
 from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import measuring
 from mlx_blockpool.kv.cost_model import PathCosts
+from mlx_blockpool.server.jobs import between_steps
 from mlx_blockpool.server.options import server_config
 from server.serving import Client, at_once, blockpool_server, parse, text_of, until
 
@@ -100,7 +101,9 @@ def measure(client: Client) -> None:
     registry = client.generator.registry
     registry.config = replace(registry.config, quiet_seconds=0.0)
     client.chat(QUESTION, max_tokens=1)
-    until(lambda: not client.generator.model.caches.is_unmeasured)
+    caches = client.generator.model.caches
+    # Not while it is measured, when nothing is left to measure unless a request stops it.
+    until(lambda: between_steps(client.generator, lambda: not caches.is_unmeasured))
     client.settle()
 
 
