@@ -110,7 +110,7 @@ def stock_step(model: Any, members: int) -> Counter[str]:
         model(mx.array([prompt]), cache=made[-1])
     caches = [type(own[0]).merge(list(own)) for own in zip(*made, strict=True)]
     inputs = mx.ones((members, 1), mx.int32)
-    # The first step after the prompts makes room.
+    # The first step after the prompts takes blocks.
     mx.eval(model(inputs, cache=caches), [cache.state for cache in caches])
     with as_on_a_gpu():
         logits = model(inputs, cache=caches)

@@ -117,7 +117,7 @@ class EngineConfig:
     """How the engine divides its time and memory, and when a server that makes no progress ends."""
 
     prefill_tokens: int = 512  # prefill runs in chunks that end at multiples of this
-    prefill_rows: int = 8  # the most short prompts in one chunk
+    prefill_rows: int = 8  # the most prompts in one chunk
     # Next to replies chunks become smaller, down to this many tokens, so that a step takes at most
     # 1 / decode_share of a step without a prompt; smaller ones take longer for each token.
     mixed_tokens: ClassVar[int] = 128

@@ -20,5 +20,5 @@ def test_a_layer_on_the_kernel_launches_at_most_two_operations_more_than_stock()
     assert counts["stock"] == 17
     assert counts["kernel"] <= counts["stock"] + 2
     assert counts["kernel, one prefix"] <= counts["stock"] + 2
-    # Each sequence is read by an attention of its own.
+    # Each sequence is read by a separate attention.
     assert counts["ragged"] <= counts["stock"] + 2 * 8

@@ -213,9 +213,7 @@ class DecodeBatch:
         """
         inputs, logprobs = self._inputs, self._logprobs
         assert inputs is not None
-        logits = (
-            self._mixed(inputs, chunk) if chunk else self.model(inputs[:, None], cache=self._layers)
-        )[:, -1, :]
+        logits = self._logits(inputs, chunk)
         drawn = self._draw(logits, inputs, self.members, self._contexts)
         self._inputs, self._logprobs = drawn.tokens, list(drawn.logprobs)
         mx.async_eval(self._inputs, self._logprobs, drawn.contexts)  # type: ignore[no-untyped-call]
@@ -227,10 +225,13 @@ class DecodeBatch:
                 decoded.emitted.append((member, token, row))
         return decoded
 
-    def _mixed(self, inputs: mx.array, chunk: Chunk) -> mx.array:
-        """The logits of the members' rows [rows, 1], in one forward with a chunk's tokens as
-        further rows, which are computed when this returns.
+    def _logits(self, inputs: mx.array, chunk: Chunk | None) -> mx.array:
+        """The logits [rows, vocabulary] of the members' rows, in one forward with a chunk's tokens
+        as further rows, which are computed when this returns.
         """
+        if not chunk:
+            alone: mx.array = self.model(inputs[:, None], cache=self._layers)
+            return alone[:, -1, :]
         tokens = [row.tokens[row.computed : end] for row, end in chunk]
         caches = [batch_of([row.caches or []]) for row, _ in chunk]
         begin_chunks(self._layers, caches, [len(own) for own in tokens])
@@ -240,7 +241,7 @@ class DecodeBatch:
         mx.eval(logits, [layer.state for layer in self._layers])
         for row, end in chunk:
             row.computed = end
-        return logits
+        return logits[:, -1, :]
 
     def known(self) -> list[int]:
         """The next token of each member. Waits for the step in flight."""
@@ -271,9 +272,7 @@ class DecodeBatch:
         members = self._rows(drafts)
         begin_rows(self._layers, [len(rows.tokens) for rows in members])
         inputs = mx.array([token for rows in members for token in rows.tokens], mx.uint32)
-        logits = (
-            self._mixed(inputs, chunk) if chunk else self.model(inputs[:, None], cache=self._layers)
-        )[:, -1, :]
+        logits = self._logits(inputs, chunk)
         decoded = accept(logits, members, least_forced)
         commit_rows(self._layers, [rows.kept for rows in members])
         return self._continue_from(members, decoded)
@@ -281,7 +280,7 @@ class DecodeBatch:
     @property
     def is_rolled_back(self) -> bool:
         """True if accepted tokens of a member are computed again, by verify_padded()."""
-        return max([member.rolled_back for member in self.members], default=0) > 0
+        return bool([member for member in self.members if member.rolled_back])
 
     def verify_padded(self, drafts: Drafts, least_forced: int) -> Decoded:
         """verify() for caches that have no rows. A member with a state is rolled back where some

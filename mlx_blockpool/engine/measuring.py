@@ -75,7 +75,7 @@ def remembering(measurements: Measurements, weights: str, name: str) -> Probe:
         # A smaller pool cannot show all.
         size = max(1, sum(map(arena.spec.bytes_per_block, arena.spec.groups)))
         blocks = min(arena.pool.pool_bytes // size, ENOUGH_BLOCKS).bit_length()
-        code = f"{_versions()}, code {digest}, path {arena.decode.path}, room {blocks}"
+        code = f"{_versions()}, code {digest}, path {arena.decode.path}, blocks {blocks}"
         on = MeasuredOn(device_name(), code, arena.spec.fingerprint(), weights)
         known = _remembered(_PROOF, measurements.figures(on).get(PROOF))
         if known is not None and confirms(model, arena, known):

@@ -28,6 +28,8 @@ from .blocks import EVICTABLE, FREE, BlockCounts, BlockTable, GroupBlocks, by_gr
 
 # Blocks of a sequence that nothing limits.
 UNBOUNDED = 2**23
+# A slab has at most this part of the budget, unless more blocks are needed at once.
+LARGEST_PART = 4
 
 
 def remedy(spec: ModelCacheSpec) -> str:
@@ -35,10 +37,6 @@ def remedy(spec: ModelCacheSpec) -> str:
     if spec.source is None:
         return "Raise --pool-bytes."
     return f"Raise --pool-bytes, or correct the spec of {spec.source}."
-
-
-# A slab has at most this part of the budget, unless more blocks are needed at once.
-LARGEST_PART = 4
 
 
 class BlockPool:

@@ -544,7 +544,7 @@ def _compared(
         return f"{type(error).__name__}: {str(error)[:200]}"
     tolerance = _tolerance(found.dtype == mx.float32, None if spec is None else spec.bits)
     off = _apart(found, alone)
-    # NaN is no less than anything. Some models compute several tokens of one forward otherwise, and
+    # NaN compares as false. Some models compute several tokens of one forward otherwise, and
     # a ring with first tokens that stay shows them more.
     if not off <= tolerance and own.compute_apart():
         off = _apart(found, [own.after(prompt, count) for prompt in prompts])
