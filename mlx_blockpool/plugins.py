@@ -39,6 +39,7 @@ BUNDLED = (
     "gpt_bigcode",
     "mla",
     "states",
+    "prediction_heads",
     "vision_text",
     "volatile",
 )

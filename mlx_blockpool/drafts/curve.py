@@ -97,6 +97,15 @@ class CostCurve:
             ((members, plain),),
         )
 
+    def with_guesses(self, members: int, seconds: float) -> CostCurve:
+        """The curve where a guess of one token for each of `members` takes `seconds` before the
+        forward that verifies it.
+        """
+        each = seconds / members
+        rows = {n: seconds + each * max(0, n - members) for n, seconds in self._rising}
+        rows[members] = self.seconds(members)
+        return CostCurve(tuple(sorted(rows.items())), self.pipelined)
+
     def seconds(self, rows: int) -> float:
         """Seconds of a verification forward with `rows` rows: between measured ones by a power
         law, beyond them on a line.

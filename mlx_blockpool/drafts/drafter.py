@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from .acceptance import AcceptanceRates
 from .draft import NOTHING, Draft, Prediction
+from .head_source import HEAD, HEAD_ASSUMED, HeadSource
 from .index import SuffixIndex
 from .text_source import TextDraftSource
 
@@ -23,6 +24,7 @@ class Drafter:
     priors: the acceptance of each source in all requests, by its name, which this one starts from
     and adds to.
     counts: tokens drafted and accepted, by source: `drafted <source>` and `accepted <source>`.
+    head:   the guesses of the model's prediction head; None without one.
     is_indexing: whether catch_up() has tokens left to index.
     """
 
@@ -37,6 +39,7 @@ class Drafter:
         self.text = SuffixIndex(prompt)
         self._prediction: Prediction | None = None
         self.is_indexing = True
+        self.head: HeadSource | None = None
         self.sources: list[TextDraftSource] = []
         self._indexes: list[SuffixIndex] = []
         self.add_text("context", self.text)
@@ -45,6 +48,10 @@ class Drafter:
         """Add a source that follows a text, from `place` on if that is known to come next."""
         self._indexes.append(index)
         self.sources.append(TextDraftSource(name, index, self.text, self._acceptance(name), place))
+
+    def add_head(self) -> None:
+        """Add the guesses of the model's prediction head."""
+        self.head = HeadSource(self._priors.setdefault(HEAD, list(HEAD_ASSUMED)))
 
     def add_prediction(self, prediction: Prediction) -> None:
         """Add a source that follows what the client expects, and count what is drafted from it.
@@ -80,6 +87,8 @@ class Drafter:
             append(token)
             for source in sources:
                 source.observe(token)
+            if self.head is not None:
+                self.head.observe(token)
 
     def expects(self) -> float:
         """The chance that the next token, which is not known yet, is as some source guesses it.
@@ -103,7 +112,10 @@ class Drafter:
         """
         if at_most <= 0:
             return NOTHING
-        return max((source.guess(next_token, at_most) for source in self.sources), key=_promise)
+        found = [source.guess(next_token, at_most) for source in self.sources]
+        if self.head is not None:
+            found.append(self.head.guess(next_token, at_most))
+        return max(found, key=_promise)
 
     def verified(self, draft: Draft, num_accepted: int) -> None:
         """Count the tokens of a draft that were verified, and of those the accepted ones.

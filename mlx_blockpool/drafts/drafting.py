@@ -20,6 +20,8 @@ from .text_source import BREAK
 STEP_TOKENS = 8192
 # Contexts of batches are distinguished by this many tokens.
 CONTEXT_TOKENS = 512
+# A guess of the head takes this part of a plain step, until one was timed.
+ASSUMED_GUESS = 0.1
 # Agents that are remembered, and the tokens of the replies of each.
 MOST_AGENTS = 64
 MOST_TOKENS = 8192
@@ -35,6 +37,7 @@ class Drafting:
     counts:  tokens `drafted <source>` and `accepted <source>`.
     priors:  what is known of each source's acceptance, by its name.
     replies: the last replies of agents.
+    has_head: the model has a prediction head, which guesses too.
     """
 
     def __init__(
@@ -44,12 +47,16 @@ class Drafting:
         curve: CostCurve | None = None,
         counts: Counter[str] | None = None,
         padded: bool = False,
+        has_head: bool = False,
     ) -> None:
         assert drafts == "auto" or isinstance(drafts, int), f"drafts are {drafts!r}"
         self.fixed = None if isinstance(drafts, str) else drafts
         self.most = most if self.fixed is None else self.fixed
         self.curve = curve
         self._padded = padded
+        self._has_head = has_head
+        # The seconds of a guess of the head, by the members of the batch.
+        self._guesses: dict[int, float] = {}
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.priors: dict[str, list[float]] = {}
         self.replies = ReplyMemory()
@@ -75,6 +82,8 @@ class Drafting:
         replies = None if agent is None else self.replies.recall(agent, salt)
         if replies is not None:
             made.add_text("replies", replies)
+        if self._has_head:
+            made.add_head()
         if prediction is not None and prediction.text.tokens:
             made.add_prediction(prediction)
         return made
@@ -90,7 +99,8 @@ class Drafting:
         if self.fixed is not None:
             self._catch_up(drafters)
             return self.most > 0 and any(
-                drafter is not None and drafter.expects() > 0 for drafter in drafters
+                drafter is not None and (drafter.head is not None or drafter.expects() > 0)
+                for drafter in drafters
             )
         if self.curve is None:
             return False
@@ -100,7 +110,38 @@ class Drafting:
             return False
         self._catch_up(drafters)
         found = [[] if each is None else each.outlook(self.most, least) for each in drafters]
-        return any(found) and any(self._chosen(found, curve, again))
+        if any(found) and any(self._chosen(found, curve, again)):
+            return True
+        return self.num_guesses(drafters, again) > 0
+
+    def num_guesses(
+        self, drafters: Sequence[Drafter | None], again: Sequence[int] | None = None
+    ) -> int:
+        """How many tokens after the next one the head should guess for each member, by what that
+        costs and by how often it was right; 0 where that does not pay, or texts promise more.
+
+        `again`: as in expects().
+        """
+        heads = [None if drafter is None else drafter.head for drafter in drafters]
+        if not any(heads) or self.curve is None or self.fixed is not None:
+            return self.most if any(heads) and self.fixed is not None else 0
+        curve, least = self._curve_of(self.curve, drafters)
+        if least > 1:
+            return 0
+        found: list[list[float]] = []
+        for drafter, head in zip(drafters, heads, strict=True):
+            guesses = [] if head is None else head.outlook(self.most)
+            texts = [] if drafter is None else drafter.outlook(self.most, least)
+            found.append([] if sum(texts) >= sum(guesses) else guesses)
+        members = len(drafters)
+        seconds = self._guesses.get(members, curve.plain_seconds(members) * ASSUMED_GUESS)
+        return max(self._chosen(found, curve.with_guesses(members, seconds), again), default=0)
+
+    def note_guesses(self, members: int, guesses: int, seconds: float) -> None:
+        """Note how long the head took for some guesses for each of `members`."""
+        each = seconds / guesses
+        # One that is disturbed counts less.
+        self._guesses[members] = min(each, (self._guesses.get(members, each) + each) / 2)
 
     def propose(
         self,

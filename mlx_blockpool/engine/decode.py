@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from functools import partial
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from ..drafts.draft import Draft
 from ..drafts.drafting import Drafting
 from ..errors import PoolExhaustedError
 from ..kv.pending_tokens import PendingTokens, first_rows, padded_forward
+from ..kv.prediction_head import NO_STATES, head_of, states_of
 from ..kv.prompt_cache import (
     batch_of,
     begin_chunks,
@@ -59,15 +61,20 @@ def compute_chunk(model: Any, chunk: Chunk, ragged: bool) -> int:
     tokens = [row.tokens[row.computed : end] for row, end in chunk]
     caches = [row.caches or [] for row, _ in chunk]
     layers = batch_of(caches) if ragged else caches[0]
+    states = states_of(model)
+    states.begin(states.stack(row.hidden for row, _ in chunk))
     padded_forward(model, tokens, layers)
-    mx.eval([layer.state for layer in layers])
+    longest = max(map(len, tokens))
+    hidden = states.at([i * longest + len(own) - 1 for i, own in enumerate(tokens)])
+    mx.eval([layer.state for layer in layers], hidden)
     for i, (row, end) in enumerate(chunk):
         row.computed = end
+        row.hidden = None if hidden is None else hidden[i : i + 1]
         if ragged:
             row.caches = member_of(layers, i)
     # The state of one row is a copy: not evaluated, it would retain those of all rows.
-    states = [state_caches(row.caches or []) for row, _ in chunk if ragged]
-    mx.eval([cache.saved_arrays() for found in states for cache in found.values()])
+    copies = [state_caches(row.caches or []) for row, _ in chunk if ragged]
+    mx.eval([cache.saved_arrays() for found in copies for cache in found.values()])
     return sum(map(len, tokens))
 
 
@@ -111,6 +118,10 @@ class DecodeBatch:
         self._inputs: mx.array | None = None
         self._logprobs: list[mx.array | None] = []
         self._contexts: list[TokenBuffer | None] = []
+        # Of a model with a head: the hidden states [members, n, dim] before the tokens of each
+        # member that are computed again, and before its next one.
+        self._states = states_of(model)
+        self._before: mx.array | None = None
 
     def __len__(self) -> int:
         return len(self.members)
@@ -135,6 +146,10 @@ class DecodeBatch:
                 layer.extend(joining)
         else:
             self._layers = own
+        self._before = self._states.stack(
+            [*([self._before] if self.members else []), sequence.hidden]
+        )
+        sequence.hidden = None
         following = mx.array(sequence.tokens[-1:], mx.uint32)
         self._inputs = (
             following if self._inputs is None else mx.concatenate([self._inputs, following])
@@ -155,11 +170,14 @@ class DecodeBatch:
             if member in leaving:
                 member.caches = member_of(self._layers, i) if self.ragged else self._layers
                 member.rolled_back = 0
+                member.hidden = None if self._before is None else self._before[i : i + 1, :1]
         self._layers = self._layers if keep else []
         for layer in self._layers:
             layer.filter(keep)
         assert self._inputs is not None
         self._inputs = self._inputs[mx.array(keep)] if keep else None
+        if self._before is not None:
+            self._before = self._before[mx.array(keep)] if keep else None
         self._logprobs = [self._logprobs[i] for i in keep]
         self._contexts = [self._contexts[i] for i in keep]
         self.members = [self.members[i] for i in keep]
@@ -216,7 +234,9 @@ class DecodeBatch:
         logits = self._logits(inputs, chunk)
         drawn = self._draw(logits, inputs, self.members, self._contexts)
         self._inputs, self._logprobs = drawn.tokens, list(drawn.logprobs)
-        mx.async_eval(self._inputs, self._logprobs, drawn.contexts)  # type: ignore[no-untyped-call]
+        mx.async_eval(  # type: ignore[no-untyped-call]
+            self._inputs, self._logprobs, drawn.contexts, self._before
+        )
         mx.eval(inputs, [row for row in logprobs if row is not None])
         decoded = Decoded(failed=drawn.failed, forced=drawn.forced)
         for member, token, row in zip(self.members, ids(inputs), logprobs, strict=True):
@@ -225,23 +245,53 @@ class DecodeBatch:
                 decoded.emitted.append((member, token, row))
         return decoded
 
-    def _logits(self, inputs: mx.array, chunk: Chunk | None) -> mx.array:
+    def _logits(
+        self, inputs: mx.array, chunk: Chunk | None, counts: list[int] | None = None
+    ) -> mx.array:
         """The logits [rows, vocabulary] of the members' rows, in one forward with a chunk's tokens
         as further rows, which are computed when this returns.
+
+        counts: rows of each member; None: one of each.
         """
+        states = self._states
         if not chunk:
+            if states is not NO_STATES:
+                # In each step: a call would be felt.
+                states.begin(self._before, counts)
             alone: mx.array = self.model(inputs[:, None], cache=self._layers)
+            self._before = states.last
             return alone[:, -1, :]
         tokens = [row.tokens[row.computed : end] for row, end in chunk]
         caches = [batch_of([row.caches or []]) for row, _ in chunk]
-        begin_chunks(self._layers, caches, [len(own) for own in tokens])
+        lengths = [len(own) for own in tokens]
+        begin_chunks(self._layers, caches, lengths)
+        states.begin(
+            states.stack([self._before, *(row.hidden for row, _ in chunk)]),
+            [*(counts or [1] * len(self.members)), *lengths],
+        )
         rows = mx.concatenate([inputs, *(mx.array(own, mx.uint32) for own in tokens)])
         logits = first_rows(self.model, rows[:, None], self._layers, inputs.size)
         end_chunks(self._layers)
-        mx.eval(logits, [layer.state for layer in self._layers])
-        for row, end in chunk:
+        ends = [inputs.size + end - 1 for end in accumulate(lengths)]
+        self._before, hidden = states.at(range(inputs.size)), states.at(ends)
+        mx.eval(logits, [layer.state for layer in self._layers], self._before, hidden)
+        for i, (row, end) in enumerate(chunk):
             row.computed = end
+            row.hidden = None if hidden is None else hidden[i : i + 1]
         return logits[:, -1, :]
+
+    def guess(self, count: int) -> list[list[int]]:
+        """`count` tokens after the next one of each member, as the model's head guesses them.
+        Blocks for them are reserved. Waits for the step in flight.
+        """
+        head, before = head_of(self.model), self._before
+        assert head is not None, "the model has no head"
+        assert before is not None, "no state is known"
+        tokens = [
+            [*member.tokens[member.computed : member.computed + member.rolled_back], token]
+            for member, token in zip(self.members, self.known(), strict=True)
+        ]
+        return head.guess(tokens, before, count, self._layers[-1])
 
     def known(self) -> list[int]:
         """The next token of each member. Waits for the step in flight."""
@@ -270,10 +320,13 @@ class DecodeBatch:
         Blocks for all of them are reserved. Emits one token of each member and its accepted ones.
         """
         members = self._rows(drafts)
-        begin_rows(self._layers, [len(rows.tokens) for rows in members])
+        counts = [len(rows.tokens) for rows in members]
+        begin_rows(self._layers, counts)
         inputs = mx.array([token for rows in members for token in rows.tokens], mx.uint32)
-        logits = self._logits(inputs, chunk)
+        logits = self._logits(inputs, chunk, counts)
         decoded = accept(logits, members, least_forced)
+        if self._before is not None:
+            self._before = self._before[mx.array([rows.row - 1 for rows in members])]
         commit_rows(self._layers, [rows.kept for rows in members])
         return self._continue_from(members, decoded)
 
@@ -287,12 +340,13 @@ class DecodeBatch:
         of its drafts are rejected: its accepted ones are computed again by the next forward.
         """
         members = self._rows(drafts)
-        pending = PendingTokens(self.model, self._layers, [rows.tokens for rows in members])
+        tokens = [rows.tokens for rows in members]
+        pending = PendingTokens(self.model, self._layers, tokens, self._before)
         for rows in members:
             rows.member.computed += rows.again
         decoded = accept(pending.logits, members, least_forced)
         held = pending.accept([rows.kept for rows in members])
-        self._layers = pending.layers
+        self._layers, self._before = pending.layers, pending.before
         for rows, count in zip(members, held, strict=True):
             rows.member.rolled_back = rows.kept - count
             rows.member.computed -= rows.member.rolled_back
@@ -321,13 +375,21 @@ class DecodeBatch:
 class DecodeSteps:
     """`drafting`: the drafters' common part; None where nothing is drafted, and `off` says why.
 
-    counts: the engine's, with verifications, the forwards over drafts, and the tokens `drafted
-    <source>` and `accepted <source>`.
+    counts: the engine's, with verifications, the forwards over drafts, guesses, those of the head,
+    and the tokens `drafted <source>` and `accepted <source>`.
+    has_head: the model has a prediction head.
     """
 
-    def __init__(self, config: EngineConfig, caches: Caches, counts: Counter[str]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        caches: Caches,
+        counts: Counter[str],
+        has_head: bool = False,
+    ) -> None:
         self.counts = counts
         self._caches = caches
+        self._has_head = has_head
         self._config = config
         # What the passes over forced tokens owe to the members that waited for them.
         self._debt = DecodeDebt(config.decode_share)
@@ -346,6 +408,7 @@ class DecodeSteps:
                 caches.curve,
                 self.counts,
                 padded=caches.capabilities.verifies != "rows",
+                has_head=self._has_head,
             )
         elif self.off is not None and config.drafts != "off":
             log.info("Nothing is drafted: %s", self.off)
@@ -479,6 +542,9 @@ class DecodeSteps:
             min(member.left_to_emit() - 1, max(0, most - member.rolled_back))
             for member in batch.members
         ]
+        guesses = min(drafting.num_guesses(drafters, again), max(left))
+        if guesses > 0:
+            self._guess(batch, drafting, guesses)
         chosen: dict[Sequence, Draft] = {}
         for member, token, draft in zip(
             batch.members, known, drafting.propose(drafters, known, left, again), strict=True
@@ -487,6 +553,18 @@ class DecodeSteps:
             if length and self._caches.reserve_rows(member, 1 + length):
                 chosen[member] = draft.first(length)
         return chosen
+
+    def _guess(self, batch: DecodeBatch, drafting: Drafting, count: int) -> None:
+        """Let the head guess `count` tokens for each member, if there are blocks for them."""
+        if not all(self._caches.reserve_rows(each, 1 + count) for each in batch.members):
+            return
+        start = time.perf_counter()
+        found = batch.guess(count)
+        drafting.note_guesses(len(batch), count, time.perf_counter() - start)
+        self.counts["guesses"] += count
+        for member, token, guessed in zip(batch.members, batch.known(), found, strict=True):
+            if member.drafter is not None and member.drafter.head is not None:
+                member.drafter.head.propose(token, guessed)
 
 
 def _why_off(config: EngineConfig, caches: Caches) -> str | None:

@@ -26,6 +26,7 @@ import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 
 from ..config import EngineConfig, KVBits
+from ..kv.prediction_head import head_of
 from ..kv.prompt_cache import tokens_held
 from ..model_files.device import WiredLimit
 from ..spec import BLOCK_TOKENS
@@ -71,7 +72,7 @@ class BlockPoolBatchEngine:
         self.clock = clock
         self.counts: Counter[str] = Counter()
         self.step_seconds = 0.0
-        self.steps = DecodeSteps(self.config, caches, self.counts)
+        self.steps = DecodeSteps(self.config, caches, self.counts, head_of(model) is not None)
         self.scheduler = Scheduler(
             self.config, caches, DecodeBatch(model, caches.ragged, draw), self.counts, clock
         )

@@ -43,6 +43,8 @@ class Sequence:
     caches:    the layer caches; None while it waits.
     started:   the tokens of prompts that the engine had computed when it started.
     prefix:    the cached beginning of `tokens` that was found last; lookups continue from its end.
+    hidden:    the model's hidden state [1, 1, dim] at its last computed token, which a prediction
+               head reads; None: not known.
     logprobs:  of tokens[-1] where that was drawn and not emitted yet; without numbers where another
                process has drawn it.
     policy:    its retention: how long, and for whom, what it computes stays cached.
@@ -65,6 +67,7 @@ class Sequence:
         self.computed = self.rolled_back = self.started = 0
         self.caches: list[Any] | None = None
         self.prefix: PrefixRef | None = None
+        self.hidden: mx.array | None = None
         self.logprobs: mx.array | None = None
         self.agreed: int | None = None
         self.breakpoints = {
@@ -102,7 +105,7 @@ class Sequence:
     def start(self, caches: list[Any], computed: int, started: int) -> None:
         """Continue from caches that hold the first `computed` tokens."""
         self.caches, self.computed, self.agreed = caches, computed, None
-        self.started = started
+        self.started, self.hidden = started, None
         if self.tokens is self.request.tokens:
             self.tokens = list(self.tokens)
 

@@ -22,6 +22,7 @@ from ..spec import ModelCacheSpec, StateLayer, WindowLayer
 from .batch_cache import PooledBatchCache
 from .layer_caches import PooledLayer
 from .other_caches import PooledArraysCache, StateBatch
+from .prediction_head import states_of
 from .prompt_cache import batch_of, leaves_of, member_of
 
 
@@ -106,13 +107,22 @@ class PendingTokens:
     each number.
 
     layers:  the batch, which takes the place of the one that was given.
+    before:  what a prediction head reads: hidden states [sequences, n, dim], the first before the
+             forward, and after accept() before each token that follows; None without a head.
     logits:  [rows, vocabulary], a row for each token, those of one sequence next to each other and
              in their order.
     """
 
-    def __init__(self, model: Any, layers: list[Any], tokens: Sequence[list[int]]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: list[Any],
+        tokens: Sequence[list[int]],
+        before: mx.array | None = None,
+    ) -> None:
         """`layers`: a batch, or the caches of one sequence. Blocks are reserved for all tokens."""
-        self.layers = layers
+        self.layers, self._states = layers, states_of(model)
+        self.before = self._states.stack([None] * len(tokens)) if before is None else before
         by_length: dict[int, list[int]] = defaultdict(list)
         for i, own in enumerate(tokens):
             by_length[len(own)].append(i)
@@ -123,7 +133,12 @@ class PendingTokens:
             caches = [member_of(layers, i) for i in range(len(tokens))]
             parts = [batch_of([caches[i] for i in members]) for members in self._members]
         self._forwards = [
-            _Forward(model, part, [tokens[i] for i in members])
+            _Forward(
+                model,
+                part,
+                [tokens[i] for i in members],
+                None if self.before is None else self.before[mx.array(members)],
+            )
             for part, members in zip(parts, self._members, strict=True)
         ]
         self.logits = mx.concatenate(self._in_order([forward.logits for forward in self._forwards]))
@@ -141,6 +156,8 @@ class PendingTokens:
                 for forward, members in zip(self._forwards, self._members, strict=True)
             ]
         )
+        if self.before is not None:
+            self.before = self._states.stack(self._in_order([f.before for f in self._forwards]))
         if len(self._forwards) > 1:
             caches = self._in_order(
                 [
@@ -164,8 +181,18 @@ class PendingTokens:
 class _Forward:
     """One forward of PendingTokens. logits: of each sequence [tokens, vocabulary]."""
 
-    def __init__(self, model: Any, layers: list[Any], tokens: Sequence[list[int]]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: list[Any],
+        tokens: Sequence[list[int]],
+        before: mx.array | None,
+    ) -> None:
         self.layers = layers
+        # Hidden states [1, n, dim] of each sequence, as PendingTokens.before.
+        self.before: list[mx.array] = []
+        self._first, head = before, states_of(model)
+        head.begin(before)
         self._counts = [len(own) for own in tokens]
         leaves = leaves_of(layers)
         self._states = [
@@ -186,6 +213,7 @@ class _Forward:
         # Another forward waits for this one before it writes: a slab that is still to be read then
         # would be copied.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        self._hidden = head.last
         self.logits = [logits[i, :count] for i, count in enumerate(self._counts)]
 
     def accept(self, kept: Sequence[int]) -> list[int]:
@@ -199,6 +227,10 @@ class _Forward:
                     f"{trimmed} tokens taken back of {computed - held[-1]} by a "
                     f"{type(leaf).__name__}"
                 )
+        if self._hidden is not None and self._first is not None:
+            states = mx.concatenate([self._first[:, :1], self._hidden], axis=1)
+            pairs = zip(held, kept, strict=True)
+            self.before = [states[i : i + 1, h : k + 1] for i, (h, k) in enumerate(pairs)]
         if not all(held):
             is_held = mx.array(held) > 0
             for state, before in self._states:
@@ -207,7 +239,7 @@ class _Forward:
                     for after, old in zip(state.cache, before, strict=True)
                 ]
         mx.eval([leaf.sequence.arena.arrays() for own in self._in_blocks for leaf in own[:1]])
-        mx.eval([state.cache for state, _ in self._states])
+        mx.eval([state.cache for state, _ in self._states], self.before)
         return held
 
 

@@ -30,6 +30,7 @@ from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import FormError, PluginError, StoreError
 from ..kv.attach import counting
 from ..kv.build import Probe, open_served
+from ..kv.prediction_head import drop_head, head_of
 from ..kv.probe import probe
 from ..model_files.device import trim_memory
 from ..model_files.modelfile import positions_of
@@ -153,6 +154,8 @@ class LoadedModel:
         """
         provider = self.provider
         provider.prepare(self.key)
+        if self._config.engine.drafts == "off" or provider.draft_model is not None:
+            drop_head(provider.model)
         self._spec, self._no_pool = caches.describe(provider.model, provider.config, provider.name)
         caches.leave_out_draft(provider, self._spec)
         self.weights_bytes = sum(array.nbytes for array in provider.weights())
@@ -276,7 +279,9 @@ class LoadedModel:
             if bits is None
             else f"pooled caches, {bits}"
         )
-        return f"{whose}, {'ragged batches' if self.caches.ragged else 'one request at a time'}"
+        head = "" if head_of(self.provider.model) is None else ", a prediction head"
+        batches = "ragged batches" if self.caches.ragged else "one request at a time"
+        return f"{whose}, {batches}{head}"
 
     def open_engine(self) -> None:
         """Open an engine, unless one is open or the model runs without."""

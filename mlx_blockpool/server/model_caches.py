@@ -10,7 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mlx.utils import tree_flatten
+
 from ..config import PoolConfig, StoreConfig
+from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.sequence import Sequence
 from ..engine.stock import GuardedPromptCache
@@ -18,6 +21,7 @@ from ..errors import PluginError, SpecError, StoreError
 from ..kv import build
 from ..kv.arena import KVArena, state_share
 from ..kv.pool import BlockPool
+from ..kv.prediction_head import head_of
 from ..kv.prompt_cache import sequence_of
 from ..spec import FullLayer, ModelCacheSpec
 from ..store.identity import identity
@@ -211,8 +215,22 @@ def draft_report(engine: BlockPoolBatchEngine) -> Json:
         "verifies": engine.caches.capabilities.verifies,
         "curve": None if curve is None else curve.to_json(),
         "verifications": counts["verifications"],
+        "head": head_report(engine),
         **{what: sum(own[what] for own in by_source.values()) for what in ("drafted", "accepted")},
         "sources": by_source,
+    }
+
+
+def head_report(engine: BlockPoolBatchEngine) -> Json | None:
+    """The bytes of a model's prediction head, what it adds to those of a token, and its guesses."""
+    head = head_of(engine.model)
+    if head is None or not isinstance(engine.caches, PooledCaches):
+        return None
+    spec = engine.caches.prefix.arena.spec
+    return {
+        "bytes": sum(array.nbytes for _, array in tree_flatten(head.parameters())),
+        "bytes_per_token": spec.bytes_per_token_per_layer(spec.leaves[-1]),
+        "guesses": engine.counts["guesses"],
     }
 
 

@@ -33,6 +33,7 @@ class Script:
     """
 
     is_indexing = False
+    head = None
 
     def __init__(
         self, reply: Sequence[int], length: int = 4, is_wrong: Mistakes = MISTAKES["never"]

@@ -2,7 +2,8 @@
 
 A name is that of a model of models.py or architectures/, or also of the bits of its keys and
 values: "llama", "llama K8V4"; 16: as the model computes them. In fewer bits mlx-lm answers on
-caches of its own that are given rounded keys and values.
+caches of its own that are given rounded keys and values. "qwen3_5+head" is a model of heads.py with
+its prediction head.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import heads
 import mlx.core as mx
 from architectures.configs import CONFIGS as ARCHITECTURES
 from architectures.configs_common import wide
@@ -34,6 +36,7 @@ from mlx_blockpool.testing import tiny_model
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
 ROOMY = 40_000_000
+HEAD = "+head"
 VOCABULARY = 131
 # Two logits of a sum in another order may change places where they are nearer than this.
 TIE = 1e-3
@@ -59,6 +62,8 @@ def bits_of(name: str) -> KVBits | None:
 
 def new_model(name: str) -> Any:
     base = name.partition(" ")[0]
+    if base.endswith(HEAD):
+        return heads.load(base.removesuffix(HEAD))
     if bits_of(name) and base not in WIDER:
         return tiny_model(wide(ARCHITECTURES[base]))
     if base not in MODELS:
@@ -69,7 +74,8 @@ def new_model(name: str) -> Any:
 @functools.cache
 def stock_model(name: str) -> Any:
     """As mlx-lm makes it."""
-    return new_model(name)
+    base = name.partition(" ")[0]
+    return heads.trained(base.removesuffix(HEAD))[0] if base.endswith(HEAD) else new_model(name)
 
 
 @functools.cache

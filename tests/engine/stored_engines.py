@@ -15,12 +15,14 @@ from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.capabilities import RAGGED
+from mlx_blockpool.kv.capabilities import RAGGED, Capabilities
 from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.reader import RecordData
 from mlx_blockpool.tier.cache import TieredPrefixCache
 from mlx_blockpool.tier.write_behind import StoredPrefixes
+
+ENGINE = EngineConfig(prefill_tokens=128)
 
 
 @dataclass
@@ -43,15 +45,17 @@ def start(
     disk: Disk | None = None,
     model: Any = None,
     name: str = "llama",
+    capabilities: Capabilities = RAGGED,
+    engine: EngineConfig = ENGINE,
     **config: Any,
 ) -> Machine:
     own, spec = attached(name) if model is None else model
     slabs = KVArena(spec, n_bytes)
-    slabs.capabilities = RAGGED
+    slabs.capabilities = capabilities
     store = open_store(folder, disk, **config)
     prefix = TieredPrefixCache(slabs, store=store)
     return Machine(
-        BlockPoolBatchEngine(own, PooledCaches(prefix), EngineConfig(prefill_tokens=128)),
+        BlockPoolBatchEngine(own, PooledCaches(prefix), engine),
         prefix,
         store,
     )
