@@ -231,7 +231,14 @@ class DecodeBatch:
         """
         inputs, logprobs = self._inputs, self._logprobs
         assert inputs is not None
-        logits = self._logits(inputs, chunk)
+        if chunk:
+            logits = self._logits_with(chunk, inputs, [1] * len(self.members))
+        else:
+            if self._states is not NO_STATES:
+                # In each step: a call would be felt.
+                self._states.begin(self._before)
+            logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
+            self._before = self._states.last
         drawn = self._draw(logits, inputs, self.members, self._contexts)
         self._inputs, self._logprobs = drawn.tokens, list(drawn.logprobs)
         mx.async_eval(  # type: ignore[no-untyped-call]
@@ -245,29 +252,18 @@ class DecodeBatch:
                 decoded.emitted.append((member, token, row))
         return decoded
 
-    def _logits(
-        self, inputs: mx.array, chunk: Chunk | None, counts: list[int] | None = None
-    ) -> mx.array:
-        """The logits [rows, vocabulary] of the members' rows, in one forward with a chunk's tokens
-        as further rows, which are computed when this returns.
-
-        counts: rows of each member; None: one of each.
+    def _logits_with(self, chunk: Chunk, inputs: mx.array, counts: list[int]) -> mx.array:
+        """The logits [rows, vocabulary] of the members' rows, counts[i] of member i, in one forward
+        with a chunk's tokens as further rows, which are computed when this returns.
         """
         states = self._states
-        if not chunk:
-            if states is not NO_STATES:
-                # In each step: a call would be felt.
-                states.begin(self._before, counts)
-            alone: mx.array = self.model(inputs[:, None], cache=self._layers)
-            self._before = states.last
-            return alone[:, -1, :]
         tokens = [row.tokens[row.computed : end] for row, end in chunk]
         caches = [batch_of([row.caches or []]) for row, _ in chunk]
         lengths = [len(own) for own in tokens]
         begin_chunks(self._layers, caches, lengths)
         states.begin(
             states.stack([self._before, *(row.hidden for row, _ in chunk)]),
-            [*(counts or [1] * len(self.members)), *lengths],
+            [*counts, *lengths],
         )
         rows = mx.concatenate([inputs, *(mx.array(own, mx.uint32) for own in tokens)])
         logits = first_rows(self.model, rows[:, None], self._layers, inputs.size)
@@ -323,7 +319,12 @@ class DecodeBatch:
         counts = [len(rows.tokens) for rows in members]
         begin_rows(self._layers, counts)
         inputs = mx.array([token for rows in members for token in rows.tokens], mx.uint32)
-        logits = self._logits(inputs, chunk, counts)
+        if chunk:
+            logits = self._logits_with(chunk, inputs, counts)
+        else:
+            self._states.begin(self._before, counts)
+            logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
+            self._before = self._states.last
         decoded = accept(logits, members, least_forced)
         if self._before is not None:
             self._before = self._before[mx.array([rows.row - 1 for rows in members])]
