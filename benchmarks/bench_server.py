@@ -8,6 +8,7 @@ of both must be equal.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -67,8 +68,13 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         arguments = ["--model", str(model), "--port", str(self.port), "--log-level", "ERROR"]
+        # Installed packages have bytecode, and so has a checkout from its second start on.
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         self.process = subprocess.Popen(
-            [*command, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*command, *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
         )
         while not self._healthy():
             time.sleep(0.1)

@@ -1,5 +1,6 @@
-"""Processor time from the command to `/health`, of mlx_lm.server and ours, in turns: the demo
-model, with a store that has seen it before, and without a store. Linux only.
+"""Processor time from the command to `/health`, with child processes, and the first request's
+seconds, of mlx_lm.server and ours, in turns: the demo model, with a store that has seen it before,
+and without a store. Linux only.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from bench_server import COMMANDS, Server
@@ -34,10 +36,14 @@ def processor_seconds(root: int) -> tuple[float, float]:
     return seconds[root], sum(seconds[pid] for pid in tree)
 
 
-def started(command: list[str]) -> tuple[float, float]:
+def started(command: list[str]) -> tuple[float, float, float]:
+    """processor_seconds(), and the seconds of the first request."""
     server = Server(command, Path(model_path()))
     try:
-        return processor_seconds(server.process.pid)
+        spent = processor_seconds(server.process.pid)
+        began = time.perf_counter()
+        server.chat([{"role": "user", "content": "What is a block?"}], 8)
+        return *spent, time.perf_counter() - began
     finally:
         server.stop()
         server.process.wait()
@@ -52,7 +58,7 @@ if __name__ == "__main__":
             "without a store": [*SERVE, "--no-store"],
         }
         first = started(commands["later start"])
-        readings: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        readings: dict[str, list[tuple[float, ...]]] = {name: [] for name in commands}
         for _ in range(2 if args.quick else 5):
             for name, command in commands.items():
                 readings[name].append(started(command))
@@ -60,7 +66,8 @@ if __name__ == "__main__":
         name: [statistics.median(seconds) for seconds in zip(*taken, strict=True)]
         for name, taken in readings.items()
     }
-    for name, (own, whole) in {"first start": first, **found}.items():
+    for name, (own, whole, reply) in {"first start": first, **found}.items():
         figures = {"seconds": round(own, 2), "with_children_seconds": round(whole, 2)}
-        ratio = round(own / found["stock"][0], 2)
+        figures |= {"first_request_seconds": round(reply, 2)}
+        ratio = round(whole / found["stock"][1], 2)
         report(args, "start", name, **figures, ratio=ratio)

@@ -12,6 +12,7 @@ import argparse
 import ast
 import functools
 import importlib.util
+import re
 import threading
 import types
 from collections.abc import Callable
@@ -297,8 +298,8 @@ def _server_options() -> types.CodeType:
     path = Path(str(spec.origin)).with_name("server.py")
     adding = [
         each
-        for function in ast.parse(path.read_bytes()).body
-        if isinstance(function, ast.FunctionDef) and function.name == "main"
+        for function in _statements(path, {"main"})
+        if isinstance(function, ast.FunctionDef)
         for each in function.body
         if ast.unparse(each).startswith("parser.add_argument(")
     ]
@@ -314,12 +315,21 @@ def _names(*code: ast.AST) -> set[str]:
     return {each.id for part in code for each in ast.walk(part) if isinstance(each, ast.Name)}
 
 
+def _statements(path: Path, names: set[str]) -> list[ast.stmt]:
+    """The statements at the top of a module that import anything, or begin with one of some names
+    or its definition. To parse the others too takes many times as long.
+    """
+    wanted = re.compile(rf"from|import|(?:def )?(?:{'|'.join(names)})\b")
+    parts = re.split(r"^(?=\w)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return [each for part in parts if wanted.match(part) for each in ast.parse(part).body]
+
+
 def _defined(path: Path, names: set[str]) -> list[ast.stmt]:
     """The statements of a module of mlx-lm that define or import some names, with what these
     functions use in turn; from the modules next to it too.
     """
     found: list[ast.stmt] = []
-    for each in ast.parse(path.read_bytes()).body:
+    for each in _statements(path, names):
         if isinstance(each, ast.ImportFrom) and each.level:
             own = {alias.name for alias in each.names}
             if not own.isdisjoint(names):

@@ -7,14 +7,16 @@ an installed plugin overrides a bundled one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import inspect
 import io
 import logging
+import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -67,6 +69,16 @@ def make_plugin_manager() -> pluggy.PluginManager:
     return manager
 
 
+def installed_plugins() -> pluggy.PluginManager:
+    """make_plugin_manager(), once for a process and its path. Nothing is registered with it."""
+    return _made(make_plugin_manager, *sys.path)
+
+
+@functools.lru_cache(1)
+def _made(make: Callable[[], pluggy.PluginManager], *path: str) -> pluggy.PluginManager:
+    return make()
+
+
 def empty_plugin_manager() -> pluggy.PluginManager:
     """A plugin manager with our hooks and without providers."""
     manager = pluggy.PluginManager("mlx_blockpool")
@@ -92,7 +104,7 @@ def plugin_classes(
 
     Raises PluginError as model_classes() does.
     """
-    manager = manager or make_plugin_manager()
+    manager = manager or installed_plugins()
     hook, given = manager.hook.model_classes, {"config": config}
     found = _first(manager, hook, given, f"model_type {config.get('model_type')!r}")
     if found is None or (
@@ -161,7 +173,7 @@ def spec_from_config(
     config: dict[str, Any], model_id: str, manager: pluggy.PluginManager | None = None
 ) -> ModelCacheSpec:
     """Describe a model by its config.json alone."""
-    return _described(manager or make_plugin_manager(), None, config, model_id)
+    return _described(manager or installed_plugins(), None, config, model_id)
 
 
 def spec_of_model(
@@ -174,7 +186,7 @@ def spec_of_model(
     PluginError for a plugin that raises or returns something else, SpecError if no provider
     describes the model.
     """
-    manager = manager or make_plugin_manager()
+    manager = manager or installed_plugins()
     spec = _described(manager, model, config, model_id)
     source = _installed_source(
         manager,
@@ -235,7 +247,7 @@ Adapter = TypeVar("Adapter", AttentionAdapter, CacheAdapter)
 def _adapters(
     kind: type[Adapter], hook: str, manager: pluggy.PluginManager | None
 ) -> list[Adapter]:
-    manager = manager or make_plugin_manager()
+    manager = manager or installed_plugins()
     found: list[Adapter] = []
     for impl in getattr(manager.hook, hook).get_hookimpls():
         try:
@@ -259,7 +271,7 @@ def versions() -> list[str]:
     """The installed plugins with their versions, and the names of their attention adapters, in the
     order in which they are used: what all ranks of a group need alike.
     """
-    manager = make_plugin_manager()
+    manager = installed_plugins()
     installed = (f"{d.metadata['Name']} {d.version}" for _, d in manager.list_plugin_distinfo())
     adapters = (f"adapter {a.name}" for a in attention_adapters(manager) if a.source)
     return [*installed, *adapters]
@@ -269,27 +281,33 @@ def code_digest(modules: Iterable[str]) -> str | None:
     """32 hex digits for the code of this package, of the packages of all plugins, and of some
     imported modules; None where code has no file, or one that was written since this process began.
     """
-    manager = make_plugin_manager()
+    manager = installed_plugins()
     packages = {__package__, PACKAGE}
     for plugin in manager.get_plugins():
         where = plugin if inspect.ismodule(plugin) or inspect.isclass(plugin) else type(plugin)
         name = where.__name__ if inspect.ismodule(where) else where.__module__
         packages.add(name.partition(".")[0])
-    files = set[Path]()
+    files = set[str]()
     for name in packages | {*modules}:
         module = sys.modules.get(name)
         file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
         if name in packages and folders is not None:
-            files |= {each for folder in folders for each in Path(folder).rglob("*.py")}
+            files |= {
+                os.path.join(folder, each)
+                for top in folders
+                for folder, _, names_below in os.walk(top)
+                for each in names_below
+                if each.endswith(".py")
+            }
         elif file is not None:
-            files.add(Path(file))
+            files.add(file)
         else:
             return None
-    if any(each.stat().st_mtime > STARTED for each in files):
+    if any(os.stat(each).st_mtime > STARTED for each in files):
         return None
     found = hashlib.blake2b(digest_size=16)
     for each in sorted(files):
-        found.update(each.read_bytes())
+        found.update(Path(each).read_bytes())
     return found.hexdigest()
 
 

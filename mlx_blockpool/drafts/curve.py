@@ -10,23 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from pydantic import AfterValidator, Field
-
-
-def _ascending(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    if any(count >= after for (count, _), (after, _) in pairwise(points)):
-        raise ValueError("counts ascend")
-    return points
-
-
-# pydantic checks these where remembered figures are read: what no device takes was not measured.
-Seconds: TypeAlias = Annotated[float, Field(ge=0, le=3600)]
-Point: TypeAlias = tuple[
-    Annotated[int, Field(ge=1, le=1_000_000)], Annotated[float, Field(ge=1e-9, le=3600)]
-]
-Points: TypeAlias = Annotated[tuple[Point, ...], AfterValidator(_ascending)]
+Points: TypeAlias = tuple[tuple[int, float], ...]
 # Tokens of the contexts with which curves are measured.
 CONTEXT = 32
 
@@ -37,9 +23,9 @@ class TokenCosts:
     of a member of a plain step.
     """
 
-    member: Seconds = 0.0
-    row: Seconds = 0.0
-    plain: Seconds = 0.0
+    member: float = 0.0
+    row: float = 0.0
+    plain: float = 0.0
 
 
 NOTHING_MORE = TokenCosts()
@@ -59,7 +45,7 @@ class CostCurve:
     More rows never count as cheaper than fewer: where that was measured, it was noise.
     """
 
-    rows: Annotated[Points, Field(min_length=1)]
+    rows: Points
     pipelined: Points = ()
     token: TokenCosts = NOTHING_MORE
     is_whole: bool = True
@@ -137,10 +123,38 @@ class CostCurve:
     def _rising_pipelined(self) -> list[tuple[int, float]]:
         return _rising(self.pipelined)
 
+    @staticmethod
+    def from_json(figures: Any) -> CostCurve:
+        """What to_json() has returned. Raises as remembered_seconds()."""
+        token = {name: remembered_seconds(cost) for name, cost in figures["token"].items()}
+        rows, pipelined = _remembered_points(figures["rows"]), figures["pipelined"]
+        if not rows:
+            raise ValueError("a curve without points")
+        return CostCurve(rows, _remembered_points(pipelined), TokenCosts(**token))
+
     def to_json(self) -> dict[str, Any]:
         figures = asdict(self)
         del figures["is_whole"]
         return figures
+
+
+def remembered_seconds(found: Any, least: float = 0.0) -> float:
+    """Remembered seconds. Raises AttributeError, KeyError, TypeError or ValueError for what cannot
+    have been measured.
+    """
+    if type(found) not in (int, float) or not least <= found <= 3600:
+        raise ValueError(f"{str(found)[:50]} seconds")
+    return float(found)
+
+
+def _remembered_points(found: Any) -> Points:
+    points = tuple((count, remembered_seconds(seconds, 1e-9)) for count, seconds in found)
+    counts = [count for count, _ in points]
+    if not all(type(count) is int and 1 <= count <= 1_000_000 for count in counts) or any(
+        count >= after for count, after in pairwise(counts)
+    ):
+        raise ValueError(f"counts that do not ascend: {str(counts)[:50]}")
+    return points
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

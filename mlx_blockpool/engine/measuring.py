@@ -5,17 +5,17 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from pydantic import TypeAdapter, ValidationError
 
 from ..config import EngineConfig
 from ..drafts.curve import CostCurve
@@ -38,8 +38,9 @@ from .caches import Caches, PooledCaches
 log = logging.getLogger(__name__)
 
 CURVE, PATHS, PROOF = "curve", "paths", "proof"
-_CURVE, _PATHS = TypeAdapter(CostCurve), TypeAdapter(dict[int, PathCosts])
-_PROOF = TypeAdapter(Capabilities)
+
+# It reads a file each time.
+version = functools.cache(metadata.version)
 
 C = TypeVar("C", bound=Caches)
 Figures = TypeVar("Figures")
@@ -77,12 +78,12 @@ def remembering(measurements: Measurements, weights: str, name: str) -> Probe:
         blocks = min(arena.pool.pool_bytes // size, ENOUGH_BLOCKS).bit_length()
         code = f"{_versions()}, code {digest}, path {arena.decode.path}, blocks {blocks}"
         on = MeasuredOn(device_name(), code, arena.spec.fingerprint(), weights)
-        known = _remembered(_PROOF, measurements.figures(on).get(PROOF))
+        known = _remembered(Capabilities.from_json, measurements.figures(on).get(PROOF))
         if known is not None and confirms(model, arena, known):
             return known
         found = probe(model, arena, ranks)
         if not any(TOO_SMALL in why for why in found.differs):
-            measurements.save(on, name, {PROOF: _PROOF.dump_python(found, mode="json")})
+            measurements.save(on, name, {PROOF: found.to_json()})
         return found
 
     return probed
@@ -124,7 +125,7 @@ def measured(
             # Paths first, as the forwards of the curve take those that are chosen.
             if needs_paths:
                 kernels = arena.capabilities.kernels
-                known = _remembered(_PATHS, figures.get(PATHS)) or {}
+                known = _remembered(_paths, figures.get(PATHS)) or {}
                 if known and all(group in known and known[group].kernel for group in kernels):
                     arena.decode.costs = known
                 else:
@@ -139,7 +140,7 @@ def measured(
                             {PATHS: {str(group): asdict(costs) for group, costs in found.items()}},
                         )
             if needs_curve:
-                caches.curve = _remembered(_CURVE, figures.get(CURVE))
+                caches.curve = _remembered(CostCurve.from_json, figures.get(CURVE))
                 if caches.curve is None:
                     caches.curve = _tried(
                         CURVE, lambda: _measure_curve(model, arena, name, interrupt), caches
@@ -151,12 +152,16 @@ def measured(
     return caches
 
 
-def _remembered(adapter: TypeAdapter[Figures], figures: Any) -> Figures | None:
+def _remembered(read: Callable[[Any], Figures], figures: Any) -> Figures | None:
     """Figures of the store; None where there are none, or none that an engine can decide by."""
     try:
-        return adapter.validate_python(figures)
-    except ValidationError:
+        return read(figures)
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
+
+
+def _paths(figures: Any) -> dict[int, PathCosts]:
+    return {int(group): PathCosts.from_json(costs) for group, costs in figures.items()}
 
 
 def _measure_curve(

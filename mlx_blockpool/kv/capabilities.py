@@ -6,8 +6,8 @@ Knows no model and no arrays.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,31 @@ class Capabilities:
     kernels: frozenset[int] = frozenset()
     no_kernel: Mapping[int, str] = field(default_factory=dict)
     sample: tuple[tuple[tuple[int, float], ...], ...] = field(default=(), compare=False)
+
+    @staticmethod
+    def from_json(found: Any) -> Capabilities:
+        """What to_json() has returned. Raises AttributeError, KeyError, TypeError or ValueError
+        for what it has not; `sample` may be anything.
+        """
+        made = Capabilities(
+            **{
+                **found,
+                "differs": tuple(found["differs"]),
+                "kernels": frozenset(map(int, found["kernels"])),
+                "no_kernel": {int(group): why for group, why in found["no_kernel"].items()},
+                "sample": tuple(found["sample"]),
+            }
+        )
+        defaults = vars(Capabilities())
+        switches = {name: value for name, value in vars(made).items() if defaults[name] is False}
+        if not all(isinstance(value, bool) for value in switches.values()):
+            raise ValueError(f"neither true nor false: {switches}")
+        if made.verifies not in (None, "rows", "padded", "alone"):
+            raise ValueError(f"verifies: {made.verifies}")
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kernels": sorted(self.kernels)}
 
 
 # Of a model that tests and benchmarks attach without a probe.

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import AfterValidator
 
-from ..drafts.curve import Seconds
+from ..drafts.curve import remembered_seconds
 from ..spec import BLOCK_TOKENS
 from .shares import Cluster
 
@@ -59,15 +58,8 @@ class PathTimes(NamedTuple):
     ratios: dict[str, float]
 
 
-def _one_for_each(amounts: int) -> AfterValidator:
-    """pydantic's check of remembered costs: one for each amount, or none."""
-
-    def check(costs: tuple[float, ...]) -> tuple[float, ...]:
-        if len(costs) not in (0, amounts):
-            raise ValueError(f"{amounts} costs, or none")
-        return costs
-
-    return AfterValidator(check)
+# How many costs each path has.
+AMOUNTS = {"shared": 6, "kernel": 4, "rows": 3, "kernel_rows": 4}
 
 
 @dataclass(frozen=True)
@@ -84,12 +76,22 @@ class PathCosts:
     Empty for a path that was not measured.
     """
 
-    read: Seconds
-    token: Seconds
-    shared: Annotated[tuple[Seconds, ...], _one_for_each(6)]
-    kernel: Annotated[tuple[Seconds, ...], _one_for_each(4)] = ()
-    rows: Annotated[tuple[Seconds, ...], _one_for_each(3)] = ()
-    kernel_rows: Annotated[tuple[Seconds, ...], _one_for_each(4)] = ()
+    read: float
+    token: float
+    shared: tuple[float, ...]
+    kernel: tuple[float, ...] = ()
+    rows: tuple[float, ...] = ()
+    kernel_rows: tuple[float, ...] = ()
+
+    @staticmethod
+    def from_json(found: Any) -> PathCosts:
+        """Remembered costs: one for each amount, or none. Raises as remembered_seconds()."""
+        paths = {name: tuple(map(remembered_seconds, found[name])) for name in AMOUNTS}
+        if any(len(costs) not in (0, AMOUNTS[name]) for name, costs in paths.items()):
+            raise ValueError(f"costs of {AMOUNTS}, or none")
+        return PathCosts(
+            remembered_seconds(found["read"]), remembered_seconds(found["token"]), **paths
+        )
 
     def of_ragged(self, sizes: Sequence[int]) -> float:
         return self.read * len(sizes) + self.token * sum(sizes)

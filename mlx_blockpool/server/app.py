@@ -25,19 +25,19 @@ from ..errors import BlockpoolError, GroupError
 from ..formatting import client_settings, count, human_bytes
 from ..mlx_lm_compat import main as server_main
 from ..mlx_lm_compat import rebind, run_http_server
-from ..plugins import make_plugin_manager
+from ..plugins import installed_plugins
 from ..store.paths import check_usable, default_folder
 from . import options
 from .access import AccessPolicy
-from .agents.warm_up import WarmUp, read_prompts
 from .ending import end_on_signals
 from .generator import LAST_WORDS_SECONDS, BlockpoolGenerator
 from .health import Watchdog
-from .http import BlockpoolHandler, find_routes
+from .http import BlockpoolHandler
 from .model import LoadedModel
 from .models.catalog import Catalog
 from .models.inspection import inspect
 from .normalise import Normalisers
+from .prompts.workers import FORKS, fork_server
 from .provider import BlockpoolModelProvider
 from .ranked.ending import RankLauncher
 from .ranked.leader import step_driver
@@ -102,6 +102,10 @@ def serve(args: argparse.Namespace) -> int:
     """Serve with what options.parse() has found. Returns when the server has stopped."""
     # Imported modules are not garbage. Without them the collections during a load are shorter.
     gc.freeze()
+    gc.enable()
+    if FORKS:
+        # Before there are threads.
+        fork_server().fork()
     names: dict[str, Any] = {"argparse": parsed(args), "ModelProvider": BlockpoolModelProvider}
     names["run"] = partial(run_rank, launcher=RankLauncher())
     names["maybe_set_recommended_wired_limit"] = _open_device
@@ -180,9 +184,6 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
         # Ends the process if its generation thread hangs.
         most = generator.step_driver.most_seconds
         Watchdog(lambda: generator.health.seconds_stalled(generator.has_waiting), most).start()
-        # The modules of all endpoints are imported while the model is loaded, and not by the first
-        # request.
-        find_routes()
         generator.wait_until_loaded()
         http = {"server_class": _server_class(generator, host, bound), **http}
         run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
@@ -305,14 +306,14 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     """The running generation thread of one server."""
     args = model_provider.cli_args
     try:
-        normalisers = Normalisers(make_plugin_manager(), args.normalise)
+        normalisers = Normalisers(installed_plugins(), args.normalise)
     except ValueError as error:
         raise BlockpoolError(f"--normalise: {error}") from error
     for description in normalisers.descriptions():
         logging.info("prompts are normalised by %s (--normalise none: by nothing)", description)
     for warning in options.warnings(args):
         logging.warning("%s", warning)
-    prompts = {} if args.warm_up is None else read_prompts(args.warm_up)
+    prompts = {} if args.warm_up is None else _warm_up().read_prompts(args.warm_up)
     config = options.server_config(args)
     publisher = None if config.kv_events is None else KVPublisher(config.kv_events)
     generator = BlockpoolGenerator(model_provider, config, normalisers, step_driver)
@@ -321,8 +322,15 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
         generator.kv_events = publisher.start(
             generator.registry.log, lambda: stored_blocks(generator)
         )
-    generator.warm_up = WarmUp(generator, prompts) if prompts else None
+    generator.warm_up = _warm_up().WarmUp(generator, prompts) if prompts else None
     return generator
+
+
+def _warm_up() -> types.ModuleType:
+    """The module of an option that few servers have, and all protocols with it."""
+    from .agents import warm_up
+
+    return warm_up
 
 
 def _leave(status: int) -> int:

@@ -32,7 +32,7 @@ from .jobs import Job
 from .kept_responses import KeptResponses
 from .model import LoadedModel
 from .models.queue import Claim
-from .models.registry import LoadCommand, ModelRegistry
+from .models.registry import LoadCommand, ModelRegistry, store_report
 from .normalise import Normalisers
 from .preparation import KeyedLock, PromptPreparation
 from .prompts.workers import PromptWorkers
@@ -185,6 +185,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def report(self) -> dict[str, Any]:
         """The cache figures of the model whose request has started last."""
         return {"backend": None} if self.model is None else self.model.report
+
+    def health_report(self) -> tuple[int, dict[str, Any]]:
+        """Status and body for GET /health."""
+        status, body = self.health.report(self.generation_available(), self.has_waiting)
+        return status, body | store_report(self.registry) | self.step_driver.condition.report()
 
     def run_command(self, command: LoadCommand, connection: socket.socket) -> None:
         """Have a model loaded or unloaded.

@@ -34,16 +34,15 @@ from ..errors import (
 from ..mlx_lm_compat import APIHandler
 from . import agents, api, watch
 from .access import (
-    HELLO,
     TOKENIZES,
     AccessPolicy,
     BudgetShare,
     cause_of,
-    own_figures,
     shown,
 )
-from .api.anthropic import MESSAGES
 from .api.errors import (
+    MESSAGES,
+    OLLAMA,
     anthropic_error,
     in_shape,
     is_below,
@@ -52,13 +51,11 @@ from .api.errors import (
     openai_status,
     unknown_path,
 )
-from .api.ollama import OLLAMA, RUNNING
 from .bodies import Json, StatusError
 from .generator import BlockpoolGenerator
-from .models.http import COMMANDS, ModelsEndpoint, cache_report, store_report
 from .routes import Route
 from .scope import RequestScope
-from .watch.page import FIGURES, send_page
+from .watch.page import FIGURES
 from .wire import Outgoing, TimedReader, buffer_body, drain, drop_vanished
 
 log = logging.getLogger(__name__)
@@ -279,9 +276,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         The top of the request's thread: an endpoint that fails fails this request alone.
         """
         try:
-            route = max(
-                find_routes(), key=lambda each: each.rank(self.command, self.route, self.headers)
-            )
+            routes = (HEALTH,) if self.route == HEALTH.path else find_routes()
+            route = max(routes, key=lambda each: each.rank(self.command, self.route, self.headers))
             if any(route.rank(self.command, self.route, self.headers)):
                 self.scope.is_explained = route.is_explained
                 route.respond(self)
@@ -371,71 +367,24 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         )
 
 
-# -- the server's own endpoints --------------------------------------------------------------------
-
-
-def _answer_root(handler: BlockpoolHandler) -> None:
-    """Send the page to browsers. Other clients get a line that says that the server runs."""
-    if "text/html" in handler.headers.get("Accept", ""):
-        send_page(handler)
-    else:
-        handler.send_body(200, "text/plain", RUNNING)
-
-
-def _health(handler: BlockpoolHandler) -> tuple[int, Json]:
-    generator = handler.scope.generator
-    status, body = generator.health.report(generator.is_healthy, generator.has_waiting)
-    return status, body | store_report(
-        generator.registry
-    ) | generator.step_driver.condition.report()
-
-
-def _answer_cache(handler: BlockpoolHandler) -> None:
-    scope, generator = handler.scope, handler.scope.generator
-    report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
-    counts = {"prompts": generator.prompts.counts, "forms": generator.forms.report}
-    handler.send_json(200, {**report, **counts, "health": _health(handler)[1]})
-
-
-def _answer_models(handler: BlockpoolHandler) -> None:
-    handler.send_json(
-        200, ModelsEndpoint(handler.scope.generator).find(handler.route, handler.created)
-    )
-
-
-def _load_or_unload(handler: BlockpoolHandler) -> None:
-    try:
-        answer = ModelsEndpoint(handler.scope.generator).command(
-            handler.scope, handler.rfile.read()
-        )
-    except (BlockpoolError, ValueError, RuntimeError) as error:
-        answer = openai_status(error), {"error": str(error)}
-    handler.send_json(*answer)
-
-
-OWN_ROUTES = (
-    Route("/", _answer_root),
-    Route(HELLO, lambda handler: handler.send_json(200, {"message": "hello"})),
-    Route("/health", lambda handler: handler.send_json(*_health(handler))),
-    Route("/v1/cache", _answer_cache),
-    Route("/v1/models/*", _answer_models),
-    Route(
-        "/admin/models",
-        lambda handler: handler.send_json(200, ModelsEndpoint(handler.scope.generator).figures()),
-    ),
-    *(Route(path, _load_or_unload, ("POST",)) for path in COMMANDS),
+HEALTH = Route(
+    "/health", lambda handler: handler.send_json(*handler.scope.generator.health_report())
 )
 
 
 @cache
 def find_routes() -> tuple[Route, ...]:
-    """The routes above, and the ROUTES of the modules in the packages of endpoints."""
+    """The ROUTES of all modules of endpoints, which are imported by the first request for one."""
     names = [
         info.name
         for package in (agents, api, watch)
         for info in iter_modules(package.__path__, f"{package.__name__}.")
     ]
     return (
-        *OWN_ROUTES,
-        *(route for name in names for route in getattr(import_module(name), "ROUTES", ())),
+        HEALTH,
+        *(
+            route
+            for name in (f"{__package__}.endpoints", *names)
+            for route in getattr(import_module(name), "ROUTES", ())
+        ),
     )

@@ -9,16 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 from mlx_lm.utils import load_config
-from pydantic import Field, create_model
 
 from ..config import ImageConfig
 from ..errors import BlockpoolError, RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import image_parts
 from ..model_files.modelfile import local_folder, positions_of
-from .bodies import InvalidRequestError, Json
 from .forms import Forms, FormTokens, has_form
 from .images import check_images, processor_of
 from .models.registry import ModelRegistry
@@ -26,30 +24,9 @@ from .prompts.job import PreparedPrompt, PromptJob, TokenizerJob, TokenizerResul
 from .prompts.workers import PromptWorkers
 from .provider import ModelKey
 from .request import ChatRequest, PromptRequest
-from .validation import Body, Int, Text, check_bounds, validated
 
 log = logging.getLogger(__name__)
 
-PLACE = "chat_template_kwargs"
-Line = Annotated[Text, Field(max_length=4096)]
-# Arguments that templates of well-known models read, in addition to messages and tools, by the type
-# of their values.
-SWITCHES: dict[Any, str] = {
-    bool: "add_vision_id clear_thinking enable_citations enable_thinking force_reasoning "
-    "keep_past_thinking low_effort "
-    "preserve_thinking tools_in_user_message",
-    list[Any]: "available_tools builtin_tools custom_tools documents python_tools xml_tools",
-    Json: "controls",
-    Line: "citation_mode current_date date_string model_identity reasoning_effort safety_mode "
-    "thinking_mode today",
-    bool | Line: "thinking",
-    Int: "thinking_budget",
-}
-# None leaves an argument to the template.
-SWITCH_FIELDS: dict[str, Any] = {
-    name: (kind | None, None) for kind, names in SWITCHES.items() for name in names.split()
-}
-Switches = create_model("Switches", __base__=Body, **SWITCH_FIELDS)
 # Added to the logit of a token that must not be drawn; every float type has it.
 NEVER = -1e4
 
@@ -78,6 +55,9 @@ class PromptPreparation:
         """Raises InvalidRequestError for a request that has too much of something, or gives the
         template a forbidden argument.
         """
+        # A request needs pydantic, and the start of a server does not.
+        from .validation import check_bounds, check_template_options
+
         check_bounds(request, args)
         check_template_options(args.chat_template_kwargs, self.workers.config.template_kwargs)
 
@@ -215,28 +195,6 @@ def never_drawing(token: int, args: Any) -> Any:
         args,
         logits=replace(args.logits, logit_bias={**(args.logits.logit_bias or {}), token: NEVER}),
     )
-
-
-def check_template_options(options: Json | None, allowed: tuple[str, ...] | None) -> None:
-    """Raises InvalidRequestError, with the name of the option, for an option that a request may not
-    have.
-
-    `allowed`: further names, with any value. None allows any name. All other arguments of a
-    tokenizer's apply_chat_template(), such as a template, padding or lengths, are the operator's.
-    """
-    given = {
-        name: value
-        for name, value in (options or {}).items()
-        if allowed is not None and name not in allowed
-    }
-    for name in given.keys() - Switches.model_fields.keys():
-        raise InvalidRequestError(
-            f"{PLACE}.{name[:50]}",
-            "requests may not give templates this argument; start the server with "
-            f"--allow-template-kwargs {name[:50]} "
-            f"to let them. They may give {', '.join(sorted(Switches.model_fields))}.",
-        )
-    validated(Switches, given, lambda path: f"{PLACE}.{path[0]}")
 
 
 class KeyedLock:

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import RequestConfig
 from ..errors import BlockpoolError, ModelNotFoundError, UnavailableError
@@ -26,9 +26,11 @@ from .origins import ForeignPage
 from .provider import ModelKey
 from .replies import Choices
 from .request import PromptRequest, RequestOptions
-from .validation import Serving
 from .watch.divergence import Chat
 from .watch.explain import LONGEST_HEADER, Explained, Explanation, ExplanationReader
+
+if TYPE_CHECKING:
+    from .validation import Serving
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from pydantic import (
     InstanceOf,
     Tag,
     ValidationError,
+    create_model,
     model_validator,
 )
 
@@ -109,7 +110,7 @@ class Body(BaseModel):
     A field that is null counts as left out, and fields that the model does not have are ignored.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, defer_build=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -166,6 +167,29 @@ class AllSampling(Sampling):
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=-1, le=RequestConfig.top_logprobs)] = -1
     seed: Annotated[int, Field(ge=-LARGEST, lt=2**64)] | None = None
+
+
+# Where a request gives arguments to its chat template.
+PLACE = "chat_template_kwargs"
+Line = Annotated[Text, Field(max_length=4096)]
+# Arguments that templates of well-known models read, in addition to messages and tools, by the type
+# of their values.
+SWITCHES: dict[Any, str] = {
+    bool: "add_vision_id clear_thinking enable_citations enable_thinking force_reasoning "
+    "keep_past_thinking low_effort "
+    "preserve_thinking tools_in_user_message",
+    list[Any]: "available_tools builtin_tools custom_tools documents python_tools xml_tools",
+    Json: "controls",
+    Line: "citation_mode current_date date_string model_identity reasoning_effort safety_mode "
+    "thinking_mode today",
+    bool | Line: "thinking",
+    Int: "thinking_budget",
+}
+# None leaves an argument to the template.
+SWITCH_FIELDS: dict[str, Any] = {
+    name: (kind | None, None) for kind, names in SWITCHES.items() for name in names.split()
+}
+Switches = create_model("Switches", __base__=Body, **SWITCH_FIELDS)
 
 
 def dotted(path: Sequence[Any]) -> str:
@@ -300,3 +324,25 @@ def check_bounds(request: Any, args: Any) -> None:
             f"a stop string may have {RequestConfig.stop_characters:,} characters; this one has "
             f"{longest:,}",
         )
+
+
+def check_template_options(options: Json | None, allowed: tuple[str, ...] | None) -> None:
+    """Raises InvalidRequestError, with the name of the option, for an option that a request may not
+    have.
+
+    `allowed`: further names, with any value. None allows any name. All other arguments of a
+    tokenizer's apply_chat_template(), such as a template, padding or lengths, are the operator's.
+    """
+    given = {
+        name: value
+        for name, value in (options or {}).items()
+        if allowed is not None and name not in allowed
+    }
+    for name in given.keys() - Switches.model_fields.keys():
+        raise InvalidRequestError(
+            f"{PLACE}.{name[:50]}",
+            "requests may not give templates this argument; start the server with "
+            f"--allow-template-kwargs {name[:50]} "
+            f"to let them. They may give {', '.join(sorted(Switches.model_fields))}.",
+        )
+    validated(Switches, given, lambda path: f"{PLACE}.{path[0]}")

@@ -208,7 +208,7 @@ print(spec_from_config(llama, "mine").layers)
 own = my_arch.model_cache_spec
 my_arch.model_cache_spec = hookimpl(lambda config, model_id: own(
     {**config, "model_type": "my_arch", "num_key_value_heads": 4, "head_dim": 8}, model_id))
-print(spec_from_config(llama, "mine").layers)
+print(spec_from_config(llama, "mine", make_plugin_manager()).layers)
 """)
     assert said.splitlines() == [
         "['my-arch']",

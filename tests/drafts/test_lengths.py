@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
 from thorough import tried
 
 from mlx_blockpool.drafts.curve import CONTEXT, CostCurve, TokenCosts
@@ -170,7 +169,7 @@ def test_a_plain_step_has_its_own_seconds_where_they_were_measured() -> None:
 @tried(50, 500)
 @given(CURVES)
 def test_a_curve_comes_back_from_json(curve: CostCurve) -> None:
-    assert TypeAdapter(CostCurve).validate_python(json.loads(json.dumps(curve.to_json()))) == curve
+    assert CostCurve.from_json(json.loads(json.dumps(curve.to_json()))) == curve
 
 
 GOOD = CostCurve.from_points({1: 1.0, 2: 1.5}, {1: 0.9}, TokenCosts(1e-3, 1e-4, 1e-3)).to_json()
@@ -199,8 +198,8 @@ def test_longer_contexts_cost_what_their_members_and_rows_read() -> None:
 
 @pytest.mark.parametrize("data", BAD)
 def test_what_is_no_curve_is_refused(data: Any) -> None:
-    with pytest.raises(ValidationError):
-        TypeAdapter(CostCurve).validate_python(data)
+    with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
+        CostCurve.from_json(data)
 
 
 @tried(60, 600)

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
 
 from mlx_blockpool.kv.cost_model import (
     KernelWork,
@@ -126,7 +125,7 @@ def test_a_path_that_was_not_read_is_never_the_cheapest() -> None:
 
 
 def test_costs_survive_json() -> None:
-    assert TypeAdapter(PathCosts).validate_python(json.loads(json.dumps(asdict(COSTS)))) == COSTS
+    assert PathCosts.from_json(json.loads(json.dumps(asdict(COSTS)))) == COSTS
 
 
 @pytest.mark.parametrize(
@@ -145,5 +144,5 @@ def test_costs_survive_json() -> None:
     ],
 )
 def test_damaged_costs_are_refused(found: Any) -> None:
-    with pytest.raises(ValidationError):
-        TypeAdapter(PathCosts).validate_python(found)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        PathCosts.from_json(found)

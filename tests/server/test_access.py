@@ -564,7 +564,7 @@ def test_an_unexpected_error_is_one_line_without_our_folders(
     def failing(*_: Any, **__: Any) -> Any:
         raise KeyError("/srv/us/secret/place.py is gone\nTraceback: more")
 
-    monkeypatch.setattr("mlx_blockpool.server.http.cache_report", failing)
+    monkeypatch.setattr("mlx_blockpool.server.endpoints.cache_report", failing)
     status, answer = ask(server, "GET", "/v1/cache")
     assert (status, answer["error"]) == (500, "KeyError: 'place.py is gone\\nTraceback: more'")
     assert (

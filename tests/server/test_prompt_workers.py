@@ -27,7 +27,7 @@ from mlx_blockpool.config import PromptConfig
 from mlx_blockpool.errors import PromptError, RequestTooLargeError, UnavailableError
 from mlx_blockpool.server import preparation
 from mlx_blockpool.server.bodies import InvalidRequestError
-from mlx_blockpool.server.preparation import KeyedLock, Switches, check_template_options
+from mlx_blockpool.server.preparation import KeyedLock
 from mlx_blockpool.server.prompts import worker
 from mlx_blockpool.server.prompts import workers as workers_module
 from mlx_blockpool.server.prompts.job import (
@@ -45,6 +45,7 @@ from mlx_blockpool.server.prompts.workers import (
     packed,
 )
 from mlx_blockpool.server.sequential import tokenized
+from mlx_blockpool.server.validation import Switches, check_template_options
 from server.processes import needs_proc
 from server.serving import at_once, blockpool_server
 

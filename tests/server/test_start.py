@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 from forks import server_forks
+
+from mlx_blockpool.server.http import find_routes
+from server.processes import needs_proc
 
 COMMAND = "import sys; from mlx_blockpool.cli import main; sys.exit(main())"
 
@@ -59,3 +64,33 @@ def test_a_signal_ends_it_whether_it_loads_or_serves(which: signal.Signals) -> N
         process.stderr.readline()
         process.send_signal(which)
         assert process.wait(timeout=60) == 0
+
+
+def test_a_start_imports_no_protocol_and_the_first_request_for_one_does() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", "import sys, mlx_blockpool.server.app; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    late = {"pydantic", "prometheus_client", "mlx_blockpool.server.api.completions"}
+    assert late.isdisjoint(ran.stdout.split())
+    find_routes()
+    assert late <= set(sys.modules)
+
+
+@needs_proc
+def test_prompt_workers_are_forks_of_the_server_and_hold_no_file_of_it() -> None:
+    ran = server_forks().run("""
+import os
+from mlx_blockpool.server.prompts import workers
+workers._start = None
+held = open("/etc/hosts")
+workers.fork_server().fork()
+worker = workers.fork_server().connect()
+folder = f"/proc/{worker.recv()}/fd"
+print(len(os.listdir(folder)), "/etc/hosts" in map(os.path.realpath, os.scandir(folder)))
+""")
+    # Its standard files and its connection.
+    assert ran.stdout == "4 False\n"

@@ -17,11 +17,9 @@ from ..request import ParsedRequest
 from .anthropic_request import parse
 from .call_stream import Call, CallCut, CallPart
 from .endpoint import Endpoint
-from .errors import anthropic_error, anthropic_status
+from .errors import MESSAGES, anthropic_error, anthropic_status
 from .reply import MAX_TOKENS, BlockEnd, Event, Packet, Renderer, StopReason, Text, Thinking
 from .thinking import signature_of
-
-MESSAGES = "/v1/messages"
 
 
 class MessageRenderer(Renderer):

@@ -44,6 +44,8 @@ STATUSES: tuple[tuple[type[Exception], int, int], ...] = (
     (Exception, 400, 400),
 )
 INDEX = re.compile(r"\[(\d+)\]")
+# Below these Anthropic's and Ollama's clients send requests.
+MESSAGES, OLLAMA = "/v1/messages", "/api"
 # OpenAI's endpoints whose errors are raised outside of an Endpoint.
 OPENAI_PATHS = (*COMPLETIONS, "/v1/models", "/v1/embeddings")
 

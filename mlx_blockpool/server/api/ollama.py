@@ -22,12 +22,11 @@ from . import ollama_models
 from .call_stream import Call, CallPiece
 from .embeddings import EmbedBody, texts_of, vectors_of
 from .endpoint import Endpoint
-from .errors import openai_status
+from .errors import OLLAMA, openai_status
 from .ollama_models import written_now
 from .ollama_request import Named, ReplyBody, parse_chat, parse_generate
 from .reply import Packet, PieceRenderer, Renderer, StopReason, call_id
 
-OLLAMA = "/api"
 CHAT, GENERATE = "/api/chat", "/api/generate"
 EMBEDS = ("/api/embed", "/api/embeddings")
 MANAGES = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete")

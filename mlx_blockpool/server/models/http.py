@@ -242,16 +242,3 @@ def cache_report(registry: ModelRegistry, report: Json) -> Json:
         **report,
         "models": {registry.catalog.id_of(key.model): m.report for key, m in loaded.items()},
     }
-
-
-def store_report(registry: ModelRegistry) -> dict[str, str]:
-    """For GET /health, under `store`: what fails in the prompt store's folder; empty if nothing
-    does.
-    """
-    stores = [
-        store
-        for model in list(registry.loaded.values())
-        if (store := model.report.get("store")) is not None
-    ]
-    problem = next((store["problem"] for store in stores if store["problem"]), None)
-    return {} if problem is None else {"store": problem}

@@ -686,3 +686,16 @@ def _is_busy(model: LoadedModel) -> bool:
     return isinstance(caches, PooledCaches) and (
         caches.are_blocks_coming or caches.prefix.stored.is_writing
     )
+
+
+def store_report(registry: ModelRegistry) -> dict[str, str]:
+    """For GET /health, under `store`: what fails in the prompt store's folder; empty if nothing
+    does.
+    """
+    stores = [
+        store
+        for model in list(registry.loaded.values())
+        if (store := model.report.get("store")) is not None
+    ]
+    problem = next((store["problem"] for store in stores if store["problem"]), None)
+    return {} if problem is None else {"store": problem}

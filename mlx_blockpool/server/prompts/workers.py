@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import LifoQueue
@@ -35,6 +35,7 @@ from .job import (
     TokenizerResult,
     TokenizerSource,
 )
+from .worker import main
 
 # A job fails after this many times its seconds if its worker gets no time on the processor.
 PATIENCE = 10
@@ -59,6 +60,19 @@ class ForkServer:
         if self._control is None:
             self._control = _start("fork")
         return self._control
+
+    def fork(self) -> None:
+        """Fork it from this process, which has no threads and has imported what workers need."""
+        ours, theirs = socket.socketpair()
+        process = os.fork()
+        if process == 0:
+            # As in a process of subprocess: it holds no file of this one.
+            control = os.dup2(theirs.detach(), 3)
+            os.closerange(control + 1, os.sysconf("SC_OPEN_MAX"))
+            main(control, "fork")
+        theirs.close()
+        self._control = ours
+        _reap(functools.partial(os.waitpid, process, 0))
 
     def connect(self) -> Connection:
         """A connection to a new worker."""
@@ -93,8 +107,13 @@ def _start(mode: str) -> socket.socket:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
         )
-    threading.Thread(target=process.wait, name="prompt-worker-end", daemon=True).start()
+    _reap(process.wait)
     return ours
+
+
+def _reap(wait: Callable[[], object]) -> None:
+    """Have a thread wait for the end of a process, which would stay a zombie."""
+    threading.Thread(target=wait, name="prompt-worker-end", daemon=True).start()
 
 
 @functools.cache
