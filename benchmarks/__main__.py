@@ -95,6 +95,18 @@ def keep(found: list[dict[str, Any]], path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def machines() -> dict[str, list[dict[str, Any]]]:
+    """The lines of each machine, those of the figures first."""
+    files = sorted(RESULTS.glob("*.jsonl"), key=lambda file: file.stem != figures.MACHINE)
+    return {file.stem: read(file) for file in files}
+
+
+def publish(lines: Path, path: Path) -> None:
+    """Put lines into a file of results, and the figures into the READMEs."""
+    keep(read(lines), path)
+    figures.write(machines())
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0]
@@ -129,14 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not args.quick:
             keep(read(lines), path)
     if not args.quick:
-        machines = {
-            file.stem: read(file)
-            for file in sorted(
-                RESULTS.glob("*.jsonl"), key=lambda file: file.stem != figures.MACHINE
-            )
-        }
-        draw(list(machines.values()), PLOTS)
-        figures.write(machines)
+        draw(list(machines().values()), PLOTS)
+        figures.write(machines())
     return 0 if well else 1
 
 

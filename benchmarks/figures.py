@@ -18,7 +18,12 @@ ROOT = Path(__file__).parent.parent
 # The machine of the figures. What it has not measured is taken from another one, and says so.
 MACHINE = "cpu-xeon-2core"
 # The READMEs with figures, the project's own first.
-DOCUMENTS = ("README.md", "benchmarks/README.md", "mlx_blockpool/server/quantised.md")
+DOCUMENTS = (
+    "README.md",
+    "benchmarks/README.md",
+    "mlx_blockpool/server/quantised.md",
+    "benchmarks/peers.md",
+)
 
 
 @dataclass(frozen=True)
@@ -397,6 +402,19 @@ ROUTED = (
     ("95th percentile", "{ttft_p95_s:.0f} s"),
     ("busiest machine", "{busiest:.2f}"),
 )
+# The columns of the table of peers; the prefix of a server's figures is added.
+COMPARED = {
+    "wall time (all rounds)": "{wall_s:.1f} s ({wall_least_s:.1f} to {wall_most_s:.1f})",
+    "first token": "{first_s:.2f} s",
+    "longest gap": "{gap_s:.2f} s",
+    "computed again": "{again:,.0f}",
+    "reused": "{reused:,.0f}",
+    "peak memory": "{peak_mb:,.0f} MB",
+    "its own cost": "{own_s:.1f} s",
+    "wall time to it": "{ratio:.2f}",
+    "other replies": "{different} of {compared}",
+    "failed": "{failed:.0f}",
+}
 ANSWERS = (
     "`bench_answers` compares two small models with themselves: the demo model's answers to "
     "{questions} questions that it was not"
@@ -496,6 +514,25 @@ class Figures:
         ]
         return _wrapped(ANSWERS.format(**{**asked, **called})) + "\n\n" + _table(head, rows)
 
+    def peers(self) -> str:
+        lines = {case: line for (bench, case), (_, line) in self._lines.items() if bench == "peers"}
+        starts = lines.pop("starts", {})
+        names = [name.removesuffix("_version") for name in starts if name.endswith("_version")]
+        servers = []
+        for name in names:
+            own = _own(starts, name)
+            start = "{start_s:.1f} s", "{token_ms:.1f} ms", "{step_ms:.0f} ms", "`{settings}`"
+            servers.append([own["name"], own["version"], *(cell.format(**own) for cell in start)])
+        head = ["server", "version", "start", "prompt token", "reply token", "settings"]
+        rows = [
+            [case if name == names[0] else "", _own(starts, name)["name"], *_compared(line, name)]
+            for case, line in lines.items()
+            for name in names
+        ]
+        device = "Medians of {repeat} rounds; {device}, mlx {mlx}, mlx-lm {mlx_lm}; load {load}."
+        tables = _table(head, servers), _table(["workload", "server", *COMPARED], rows)
+        return "\n\n".join([device.format(**starts) if starts else "", *tables]).strip()
+
     def routers(self) -> str:
         lines = [line for (bench, _), (_, line) in self._lines.items() if bench == "routers"]
         return _table(
@@ -509,6 +546,7 @@ class Figures:
             "agents": self.agents,
             "sessions": self.sessions,
             "routers": self.routers,
+            "peers": self.peers,
             "answers": self.answers,
         }
         for name, part in parts.items():
@@ -545,6 +583,23 @@ def _with_quotients(line: Line) -> dict[str, Any]:
             if isinstance(stock, (int, float)) and ours
         },
     }
+
+
+def _own(line: Line, server: str) -> dict[str, Any]:
+    """A server's figures."""
+    prefix = f"{server}_"
+    return {name.removeprefix(prefix): line[name] for name in line if name.startswith(prefix)}
+
+
+def _compared(line: Line, server: str) -> list[str]:
+    """Cells of a server; "-" for a figure that it does not have."""
+    own = _own(line, server)
+    return [
+        "-"
+        if any(own.get(name) is None for name in re.findall(r"{(\w+)", cell))
+        else cell.format(**own)
+        for cell in COMPARED.values()
+    ]
 
 
 def _routed(line: Line) -> list[str]:
