@@ -97,9 +97,9 @@ class Talk:
 
     def calibrate(self) -> None:
         """Seconds for a token of a prompt, and for one of a reply, of this server alone."""
-        (stream,) = [self.chat([{"role": "user", "content": self.prose(400, 0)}], 16)]
+        stream = self.chat([{"role": "user", "content": self.prose(400, 0)}], 16)
         self.token_s = stream.first / stream.usage["prompt_tokens"]
-        self.step_s = (stream.times[-1] - stream.times[0]) / (stream.usage["completion_tokens"] - 1)
+        self.step_s = statistics.median(stream.gaps)
 
     def ids(self, messages: Messages, reply: str = "") -> list[int]:
         found = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -242,7 +242,7 @@ def measured(talk: Talk, name: str) -> dict[str, Any]:
     return {
         "wall_s": wall,
         "first_s": statistics.median(stream.first for stream in replied) if replied else None,
-        "gap_s": max((stream.gap for stream in replied), default=None),
+        "gap_s": max((gap for stream in replied for gap in stream.gaps), default=None),
         # What the attempts that were given up have computed is not counted anywhere.
         "again": None if name == "retries" else computed - distinct,
         "reused": prompts - computed,

@@ -516,7 +516,9 @@ class Figures:
 
     def peers(self) -> str:
         lines = {case: line for (bench, case), (_, line) in self._lines.items() if bench == "peers"}
-        starts = lines.pop("starts", {})
+        if not lines:
+            return ""
+        starts = lines.pop("starts")
         names = [name.removesuffix("_version") for name in starts if name.endswith("_version")]
         servers = []
         for name in names:
@@ -531,7 +533,7 @@ class Figures:
         ]
         device = "Medians of {repeat} rounds; {device}, mlx {mlx}, mlx-lm {mlx_lm}; load {load}."
         tables = _table(head, servers), _table(["workload", "server", *COMPARED], rows)
-        return "\n\n".join([device.format(**starts) if starts else "", *tables]).strip()
+        return "\n\n".join([device.format(**starts), *tables])
 
     def routers(self) -> str:
         lines = [line for (bench, _), (_, line) in self._lines.items() if bench == "routers"]
@@ -593,11 +595,9 @@ def _own(line: Line, server: str) -> dict[str, Any]:
 
 def _compared(line: Line, server: str) -> list[str]:
     """Cells of a server; "-" for a figure that it does not have."""
-    own = _own(line, server)
+    own = {name: value for name, value in _own(line, server).items() if value is not None}
     return [
-        "-"
-        if any(own.get(name) is None for name in re.findall(r"{(\w+)", cell))
-        else cell.format(**own)
+        cell.format(**own) if own.keys() >= set(re.findall(r"{(\w+)", cell)) else "-"
         for cell in COMPARED.values()
     ]
 

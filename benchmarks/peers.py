@@ -156,10 +156,9 @@ class Stream:
         return self.times[0] - self.sent
 
     @property
-    def gap(self) -> float:
-        """The longest time between two events."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return max((later - earlier for earlier, later in pairs), default=0.0)
+    def gaps(self) -> list[float]:
+        """Seconds between two events."""
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
     @property
     def cached(self) -> int:

@@ -5,6 +5,7 @@ between them.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from documents import ROOT, TEXTS
+
+from mlx_blockpool import demo
 
 BENCHMARKS = ROOT / "benchmarks"
 SESSIONS = (10, 11)
@@ -249,3 +252,63 @@ def test_the_bound_takes_what_pays_of_the_tokens_that_will_be_accepted() -> None
     )
     assert bench.bound([runs], free) == pytest.approx(7 / 4)
     assert bench.bound([runs], dear) == pytest.approx(1.0)
+
+
+class Words:
+    """A tokenizer of words; a message ends with a mark."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [sum(map(ord, word)) for word in text.split()]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(chr, tokens))
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        return [token for each in messages for token in [*self.encode(each["content"]), 0]]
+
+
+class OneReply:
+    """Stands for a server that replies "one more"."""
+
+    def __init__(self, peer: Any) -> None:
+        self.peer = peer
+
+    def computed(self) -> int:
+        return 0
+
+    def chat(self, messages: Any, max_tokens: int, stream: Any) -> Any:
+        stream.add({"choices": [{"delta": {"content": "one more"}}]})
+        return stream
+
+
+def test_tokens_that_an_earlier_prompt_or_reply_began_with_are_not_distinct() -> None:
+    module = imported("bench_peers", BENCHMARKS)
+    talk = module.Talk(OneReply(module.PEERS[0]), Words(), quick=True)
+    talk.turns("a b c", ["d e"])
+    assert talk.distinct() == len(["a", "b", "c", 0, "d", "e", 0])
+    talk.begin()
+    # Of the first, the reply was known; of the second, only the system message.
+    talk.turns("a b c", ["d e", "f"])
+    talk.turns("a b c", ["g"])
+    assert talk.distinct() == 0 + len([0, "f", 0]) + len(["g", 0])
+
+
+@pytest.mark.thorough
+def test_servers_are_driven_and_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = imported("bench_peers", BENCHMARKS)
+    monkeypatch.setattr(importlib.import_module("peers"), "blas", dict)
+    lines, names = tmp_path / "lines.jsonl", "agents,retries,kill,memory"
+    options = ["--quick", "--only", f"ours,stock/{names}", "--model", demo.model_path()]
+    monkeypatch.setattr(sys, "argv", ["bench_peers", *options, "--out", str(lines)])
+    module.main()
+    figures = {line["case"]: line for line in map(json.loads, lines.read_text().splitlines())}
+    cases = {name: figures[module.WORKLOADS[name][0]] for name in names.split(",")}
+    for case in cases.values():
+        assert case["ours_failed"] == case["ours_different"] == 0 < case["ours_compared"]
+    assert cases["agents"]["ours_again"] < cases["agents"]["ours_distinct"] / 8
+    assert cases["kill"]["ours_again"] < 256
+    shown = [{**line, "quick": False} for line in figures.values()]
+    table = imported("benchmarks.figures", ROOT).Figures({"machine": shown}).peers()
+    assert table.count("| stock |") == 1 + len(cases)
