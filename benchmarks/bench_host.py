@@ -2,21 +2,22 @@
 
 A chat of which all but the last 500 tokens or so are known, and the same chat the first time, over
 HTTP, to a model of full attention and to one with states, which has checkpoints in its prompts. The
-server's engine refuses each request where it would compute, so that nothing else is timed.
-`--before TREE` also measures the package in another tree, in turns.
+time begins when the last byte of the body is sent, and ends where the engine is given the request,
+which it refuses there. `--before TREE` also measures the package in another tree, in turns.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-import urllib.error
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from bench_server import Server
 from bench_sessions_http import KINDS
 from measure import options_parser, report
 from mlx.utils import tree_flatten
+from tokenizers import Tokenizer
 
 from mlx_blockpool.demo import model_path
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
@@ -40,7 +42,8 @@ def serve() -> None:
     """The server, in a process whose engine takes no request."""
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError("this engine computes nothing")
+        # All processes have one such clock on Linux and macOS.
+        raise ValueError(f"this engine computes nothing since {time.monotonic_ns()} ns")
 
     BlockPoolBatchEngine.insert = refuse  # type: ignore[method-assign]
     from mlx_blockpool.cli import main
@@ -70,37 +73,54 @@ def start(tree: Path, model: Path, plugins: Path) -> Server:
     return Server(command, model)
 
 
-def chat(tokens: int) -> list[dict[str, str]]:
+class Words:
+    """Text of a source file by its length in tokens."""
+
+    def __init__(self, model: Path) -> None:
+        self._text = SOURCE.read_text()
+        ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(self._text).ids
+        self._size = len(self._text) / len(ids)
+
+    def text(self, tokens: int, begin: int = 0) -> str:
+        return self._text[begin : begin + int(tokens * self._size)]
+
+
+def chat(words: Words, tokens: int) -> list[dict[str, str]]:
     """About this many tokens, in turns of 1,500."""
-    text = SOURCE.read_text()
     messages = [{"role": "system", "content": "You are a coding agent."}]
     for turn in range(tokens // 1500):
-        begin = turn * 997 % 3000
-        messages.append({"role": "user", "content": f"File {turn}:\n{text[begin : begin + 5000]}"})
+        text = words.text(1480, turn * 997 % 3000)
+        messages.append({"role": "user", "content": f"File {turn}:\n{text}"})
         messages.append({"role": "assistant", "content": f"I have read file {turn}."})
     return [*messages, {"role": "user", "content": "Which of them opens the socket?"}]
 
 
 def seconds(server: Server, messages: list[dict[str, str]]) -> float:
-    """Until the engine has refused a request."""
-    begin = time.perf_counter()
-    try:
-        server.chat(messages, 1)
-    except urllib.error.HTTPError as error:
-        if b"computes nothing" not in error.read():
-            raise
-        return time.perf_counter() - begin
-    raise AssertionError("the engine has taken a request")
+    """From the last byte of a request's body to the engine."""
+    body = json.dumps({"messages": messages, "max_tokens": 1, "stream": True}).encode()
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=600)
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body[:-1])
+    # The server reads all that is there.
+    time.sleep(0.05)
+    begin = time.monotonic_ns()
+    connection.send(body[-1:])
+    refused = re.search(rb"nothing since (\d+) ns", connection.getresponse().read())
+    connection.close()
+    if refused is None:
+        raise AssertionError("the engine has taken a request")
+    return (int(refused[1]) - begin) / 1e9
 
 
-def bench(args: Any, case: str, size: int, servers: dict[str, Server]) -> None:
-    messages = chat(size)
+def bench(args: Any, case: str, size: int, servers: dict[str, Server], words: Words) -> None:
+    messages = chat(words, size)
     first = {name: seconds(server, messages) for name, server in servers.items()}
     known: dict[str, list[float]] = {name: [] for name in servers}
     for turn in range(5 if args.quick else TURNS):
         messages += [
             {"role": "assistant", "content": "The third one."},
-            {"role": "user", "content": f"And {turn}? {SOURCE.read_text()[:1500]}"},
+            {"role": "user", "content": f"And {turn}? {words.text(480)}"},
         ]
         for name in sorted(servers, reverse=bool(turn % 2)):
             known[name].append(seconds(servers[name], messages))
@@ -126,7 +146,7 @@ def main() -> None:
                 servers[name] = start(tree, model, Path(folder, name))
                 stack.callback(servers[name].stop)
             for size in SIZES[:1] if args.quick else SIZES:
-                bench(args, f"{size} tokens, {kind}", size, servers)
+                bench(args, f"{size} tokens, {kind}", size, servers, Words(model))
 
 
 if __name__ == "__main__":

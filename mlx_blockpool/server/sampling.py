@@ -46,12 +46,15 @@ def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
         raise ValueError(
             f"top_logprobs is {args.top_logprobs}; the vocabulary has {vocab_size} tokens."
         )
-    logits = mx.zeros((1, vocab_size))
-    tokens = mx.array([0])
     try:
-        for process in mlx_lm_compat.make_logits_processors(args):
+        draw = make_sampler(args, tokenizer)
+        processors = mlx_lm_compat.make_logits_processors(args)
+        if draw is sample_utils.greedy_sampler and not processors:
+            return
+        logits, tokens = mx.zeros((1, vocab_size)), mx.array([0])
+        for process in processors:
             logits = process(tokens, logits)
-        mx.eval(make_sampler(args, tokenizer)(logits))
+        mx.eval(draw(logits))
     except Exception:
         reset_random_state()
         raise

@@ -62,7 +62,7 @@ class PromptRenderer:
                 raise ValueError(f"{job.image_at}: {error}") from error
         if job.is_chat_request and not self.tokenizer.has_chat_template:
             process_message_content(job.messages)
-        original = copy.deepcopy(job.messages)
+        original = _copied(job.messages)
         so_far = without_reminders(original)
         try:
             tokenized = self._tokenize(job)
@@ -71,7 +71,7 @@ class PromptRenderer:
             if not job.is_chat_request or lowered == original:
                 raise
             log.debug("system messages inside of the conversation become the user's: %s", error)
-            job.messages, original = lowered, copy.deepcopy(lowered)
+            job.messages, original = lowered, _copied(lowered)
             so_far = without_later_system(so_far)
             tokenized = self._tokenize(job)
         replayed = Replay(self._template(job), job.messages, self._pieces, job.salt).tokens(so_far)
@@ -153,6 +153,14 @@ class PromptRenderer:
 
     def _template(self, job: PromptJob) -> Template:
         return Template(self.tokenizer, job.tools, job.options)
+
+
+def _copied(messages: list[Message]) -> list[Message]:
+    """Deep copies, which take long: most messages have nothing but texts."""
+    return [
+        dict(message) if {*map(type, message.values())} == {str} else copy.deepcopy(message)
+        for message in messages
+    ]
 
 
 def image_processor(name: str, folder: str) -> Any:
