@@ -14,6 +14,7 @@ from typing import Any
 
 from . import __version__
 from .errors import BlockpoolError
+from .formatting import Parser
 from .model_files.device import mlx_problem
 
 COMMANDS = {
@@ -27,11 +28,32 @@ COMMANDS = {
     "plugin": "begin a package for a model that mlx-lm does not have",
     "store": "the prefixes on disk: show, check and clear them, export and import",
 }
+EXAMPLES = {
+    "": """  mlx-blockpool serve demo              a server with the bundled model
+  mlx-blockpool launch claude           Claude Code on it
+  mlx-blockpool plan --model ID         what a model and its agents need""",
+    "launch": """  mlx-blockpool launch claude
+  mlx-blockpool launch codex --model mlx-community/Qwen3-8B-4bit
+  mlx-blockpool launch claude -- --continue      arguments of the client follow --""",
+    "service": """  mlx-blockpool service install -- mlx-community/Qwen3-8B-4bit
+  mlx-blockpool service logs""",
+    "patch": """  mlx-blockpool patch --apply
+  mlx_lm.server --cache-backend blockpool --model mlx-community/Qwen3-8B-4bit""",
+    "plan": """  mlx-blockpool plan --model mlx-community/Qwen3-8B-4bit --memory 24GB
+  mlx-blockpool plan --model ID --context 64k --shared 16k --kv-bits 8""",
+    "top": """  mlx-blockpool top
+  mlx-blockpool top --url 192.168.1.20:8080 --once""",
+    "doctor": """  mlx-blockpool doctor
+  mlx-blockpool doctor --model mlx-community/Qwen3-8B-4bit""",
+    "plugin": "  mlx-blockpool plugin new my_model",
+    "store": """  mlx-blockpool store stats
+  mlx-blockpool store check --fix""",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Exit status 0, or 1 after a BlockpoolError or without mlx, which is
-    printed without a traceback.
+    """Run one subcommand. Exit status 0, or 2 after a BlockpoolError or without mlx, which is
+    printed as argparse prints what is wrong.
 
     `run` of a subcommand returns the text to print, and the exit status if that is not 0.
     """
@@ -57,26 +79,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         text, status = answer if isinstance(answer, tuple) else (answer, 0)
         print(text)
     except BlockpoolError as error:
-        print(f"mlx-blockpool: {error}", file=sys.stderr)
-        return 1
+        print(f"mlx-blockpool: error: {error}", file=sys.stderr)
+        return 2
     except ImportError:
         problem = mlx_problem()
         if problem is None:
             raise
-        print(f"mlx-blockpool: {' '.join(problem)}", file=sys.stderr)
-        return 1
+        print(f"mlx-blockpool: error: {' '.join(problem)}", file=sys.stderr)
+        return 2
     return int(status)
 
 
 def _parser(chosen: str = "") -> argparse.ArgumentParser:
     """The parser of all commands, of which the `chosen` one has options: its module is imported."""
-    parser = argparse.ArgumentParser(
-        prog="mlx-blockpool", description="A block-pool KV cache for mlx-lm."
+    parser = Parser(
+        prog="mlx-blockpool", description="A block-pool KV cache for mlx-lm.", examples=EXAMPLES[""]
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():
-        command = commands.add_parser(name, help=about)
+        command = commands.add_parser(name, help=about, examples=EXAMPLES.get(name, ""))
         if name == chosen:
             actions = _module(name).add_options(command)
             for other in ("agents", "transfer") if name == "store" else ():

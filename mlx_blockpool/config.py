@@ -553,10 +553,11 @@ def user_config_folder() -> Path:
 
 
 def check_url(url: str) -> str:
-    """Return the URL of a server.
+    """Return the URL of a server; one without a scheme is http's.
 
     Raises BlockpoolError if it is malformed or its port is not between 1 and 65535.
     """
+    url = url if "://" in url else f"http://{url}"
     try:
         is_valid = urlsplit(url).port != 0
     except ValueError:

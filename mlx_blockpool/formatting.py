@@ -1,14 +1,52 @@
-"""Figures, tables and progress bars for people to read."""
+"""Figures, tables and progress bars for people to read, and what is wrong with a command line."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 # The JSON of a command or an endpoint.
 Report = dict[str, Any]
 T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, with the nearest of the options and choices, and has
+    `examples` at the end of its help.
+    """
+
+    def __init__(self, *args: Any, examples: str = "", **options: Any) -> None:
+        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **options)
+        self.epilog = examples and f"examples:\n{examples}"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"(?:invalid choice: |arguments: )'?([^\s'=]+)", message)
+        known = (
+            str(name)
+            for action in self._actions
+            if action.help != argparse.SUPPRESS
+            for name in (*action.option_strings, *(action.choices or ()))
+        )
+        advice = nearest(wrong[1], known) if wrong else ""
+        advice = advice or f"See `{self.prog} --help`."
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. {advice}\n")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """'Is it NAME?' with the known name that is most like this one, or empty if none is."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"Is it {near[0]}?" if near else ""
 
 
 def count(number: int, noun: str) -> str:

@@ -65,12 +65,12 @@ def said(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str, status
 def refusal(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str) -> str:
     """The one line of an error."""
     capsys.readouterr()
-    assert main(["store", *arguments[:2], "--store-dir", str(root), *arguments[2:]]) == 1
+    assert main(["store", *arguments[:2], "--store-dir", str(root), *arguments[2:]]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("mlx-blockpool: ")
+    assert captured.err.startswith("mlx-blockpool: error: ")
     assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("mlx-blockpool: ")
+    return captured.err.removeprefix("mlx-blockpool: error: ")
 
 
 def size(*paths: Path) -> int:

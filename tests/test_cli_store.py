@@ -113,12 +113,12 @@ def said(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str, status
 def refusal(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str) -> str:
     """The one line of an error."""
     capsys.readouterr()
-    assert main(["store", *arguments, "--store-dir", str(root)]) == 1
+    assert main(["store", *arguments, "--store-dir", str(root)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("mlx-blockpool: ")
+    assert captured.err.startswith("mlx-blockpool: error: ")
     assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("mlx-blockpool: ")
+    return captured.err.removeprefix("mlx-blockpool: error: ")
 
 
 def records(root: Path) -> list[Path]:

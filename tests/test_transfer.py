@@ -101,8 +101,8 @@ def test_what_was_exported_goes_on_in_stock_and_comes_back(
 
 def refusal(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str) -> str:
     capsys.readouterr()
-    assert main(["store", *arguments, "--store-dir", str(root)]) == 1
-    return capsys.readouterr().err.removeprefix("mlx-blockpool: ")
+    assert main(["store", *arguments, "--store-dir", str(root)]) == 2
+    return capsys.readouterr().err.removeprefix("mlx-blockpool: error: ")
 
 
 def test_quantised_prefixes_go_on_in_stock_and_come_back_as_words(

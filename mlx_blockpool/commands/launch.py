@@ -156,7 +156,6 @@ CLIENTS = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mlx-blockpool launch`."""
     parser.add_argument("client", choices=CLIENTS, metavar="CLIENT", help=", ".join(CLIENTS))
-    parser.epilog = "What follows -- are arguments of the client."
     parser.add_argument("--url", default=URL, help=f"the URL of the server (default: {URL})")
     key = "a file with the server's key (default: the variable MLX_BLOCKPOOL_API_KEY)"
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=key)

@@ -65,7 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> str:
-    server = Server(check_url(args.url), api_key(args.api_key_file))
+    args.url = check_url(args.url)
+    server = Server(args.url, api_key(args.api_key_file))
     server.read()
     if args.json:
         return json.dumps(server.facts, indent=2)

@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6, help="questions of each agent")
     args = parser.parse_args()
     try:
-        check_url(args.url)
+        args.url = check_url(args.url)
     except BlockpoolError as error:
         parser.error(str(error))
     with ThreadPoolExecutor(len(AGENTS)) as threads:

@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = options.parse(sys.argv[1:] if argv is None else argv)
     except BlockpoolError as error:
-        print(f"mlx-blockpool: {error}", file=sys.stderr)
-        return _leave(1)
+        print(f"mlx-blockpool: error: {error}", file=sys.stderr)
+        return _leave(2)
     return serve(args)
 
 
@@ -115,8 +115,8 @@ def serve(args: argparse.Namespace) -> int:
     try:
         rebind(server_main, **names)()
     except BlockpoolError as error:
-        print(f"mlx-blockpool: {error}", file=sys.stderr)
-        return _leave(1)
+        print(f"mlx-blockpool: error: {error}", file=sys.stderr)
+        return _leave(2)
     return _leave(0)
 
 

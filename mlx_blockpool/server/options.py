@@ -5,7 +5,6 @@ they make.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import tomllib
@@ -39,6 +38,7 @@ from ..config import (
 )
 from ..demo import model_path
 from ..errors import BlockpoolError
+from ..formatting import Parser, nearest
 from ..mlx_lm_compat import add_server_options
 from .origins import host_name
 
@@ -46,13 +46,19 @@ KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # mlx-lm's default of --allowed-origins. A tuple, because a user's own `*` is a list.
 ANY_ORIGIN = ("*",)
 CONFIG_FILE = "config.toml"
+EXAMPLES = """  mlx-blockpool serve demo
+  mlx-blockpool serve mlx-community/Qwen3-8B-4bit --kv-bits 8
+  mlx-blockpool serve --allow-models ~/models --max-models 2"""
 
 
-class ServeParser(argparse.ArgumentParser):
+class ServeParser(Parser):
     """Has mlx-lm's options, some of them changed, and ours."""
 
     def __init__(self) -> None:
-        super().__init__(prog="mlx-blockpool serve", description="mlx-lm's server on a block pool.")
+        about = "mlx-lm's server on a block pool."
+        super().__init__(prog="mlx-blockpool serve", description=about, examples=EXAMPLES)
+        model = "the same as --model: a folder, the id of a model on the hub, or demo"
+        self.add_argument("name", nargs="?", metavar="MODEL", help=model)
         add_server_options(self)
         add_options(self)
 
@@ -69,7 +75,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ServeParser()
     args = parser.parse_args(with_settings(list(arguments), parser))
     check_port(args.port, least=0)
-    args.model = args.model and model_path(args.model)
+    if args.name is not None and args.model is not None:
+        parser.error(f"the model is named twice: {args.name} and --model {args.model}")
+    args.model = model_path(args.name or args.model or "") or None
     return args
 
 
@@ -252,8 +260,7 @@ def with_settings(arguments: list[str], parser: argparse.ArgumentParser) -> list
 def _arguments_of(file: Path, name: str, value: Any, known: list[str]) -> list[str]:
     option = name.replace("_", "-")
     if option not in known or option in ("config", "help"):
-        near = difflib.get_close_matches(option, known, 1)
-        advice = f"Is it {near[0]}?" if near else "See `mlx-blockpool serve --help`."
+        advice = nearest(option, known) or "See `mlx-blockpool serve --help`."
         raise BlockpoolError(f"{file}: unknown option {name}. {advice}")
     if value is True:
         return [f"--{option}"]

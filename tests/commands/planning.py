@@ -16,9 +16,9 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that a refused plan leaves."""
-    assert main(["plan", *arguments]) == 1
+    assert main(["plan", *arguments]) == 2
     found = capsys.readouterr()
     assert found.out == ""
-    assert found.err.startswith("mlx-blockpool: ")
+    assert found.err.startswith("mlx-blockpool: error: ")
     assert found.err.count("\n") == 1
-    return found.err.removeprefix("mlx-blockpool: ").rstrip()
+    return found.err.removeprefix("mlx-blockpool: error: ").rstrip()

@@ -214,9 +214,10 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
 
 
 def test_a_number_that_is_not_a_port_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--port", "99999"]) == 1
+    assert main(["doctor", "--port", "99999"]) == 2
     assert (
-        capsys.readouterr().err == "mlx-blockpool: --port must be between 1 and 65535 (got 99999)\n"
+        capsys.readouterr().err
+        == "mlx-blockpool: error: --port must be between 1 and 65535 (got 99999)\n"
     )
 
 

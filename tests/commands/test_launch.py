@@ -184,19 +184,19 @@ def test_the_server_listens_where_the_url_says(home: Home, url: str, host: str, 
 @pytest.mark.parametrize("url", ["localhost:9", "https://localhost:9", "ftp://127.0.0.1:9"])
 def test_a_url_of_no_local_server_starts_none(home: Home, url: str) -> None:
     ran = home.launch("aider", "--url", url)
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "A server starts" not in ran.stderr
 
 
 def test_a_program_that_is_not_there_is_named_with_how_to_install_it(home: Home, url: str) -> None:
     ran = home.launch("codex", "--url", url, PATH="/nowhere")
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "npm install -g @openai/codex" in ran.stderr
 
 
 def test_a_server_of_another_machine_is_not_started(home: Home) -> None:
     ran = home.launch("codex", "--url", "http://192.0.2.1:8080")
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "No server runs at http://192.0.2.1:8080" in ran.stderr
 
 
@@ -249,7 +249,7 @@ def test_a_server_without_a_model_is_stopped_and_the_client_not_started(home: Ho
     finally:
         if not has_ended(process):
             os.kill(process, signal.SIGTERM)
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "The server has no model and was stopped" in ran.stderr
     assert str(home.folder / ".config/mlx-blockpool/config.toml") in ran.stderr
     assert not home.notes.exists()
@@ -260,6 +260,6 @@ def test_a_server_that_does_not_start_says_why(home: Home) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ran = home.launch("claude", "--url", f"http://127.0.0.1:{port}", "--model", "/no/such/model")
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "The server did not start" in ran.stderr
     assert "/no/such/model" in ran.stderr

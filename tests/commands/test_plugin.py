@@ -244,7 +244,7 @@ def test_a_broken_plugin_names_itself(installed: Environment, fault: str) -> Non
         ran = installed.run(PLAN)
     finally:
         source.write_text(right)
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert said in ran.stderr
     assert f"plugin my-arch 0.1.0 (my_arch, {source})" in ran.stderr
     assert "Traceback" not in ran.stderr
@@ -258,7 +258,7 @@ def test_a_plugin_that_does_not_load_names_itself(installed: Environment) -> Non
         ran = installed.run(PLAN)
     finally:
         source.write_text(right)
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "my-arch 0.1.0: entry point my_arch = my_arch in group mlx_blockpool" in ran.stderr
     assert "No module named 'a_package_that_is_not_there'" in ran.stderr
 
@@ -269,7 +269,7 @@ def test_uninstalled_the_type_is_unknown(installed: Environment) -> None:
     ran = installed.run(PLAN)
     # A worker may run other tests of this file after this one.
     installed.must(COMMANDS[1])
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "nor an installed plugin has model_type 'my_arch'" in ran.stderr
 
 

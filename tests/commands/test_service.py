@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_installed_and_removed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["service", "status"]) == 1
+    assert main(["service", "status"]) == 2
     assert main(["service", "install", "--", "--model", "m"]) == 0
     unit = home / ".config/systemd/user/mlx-blockpool.service"
     assert f'ExecStart="{sys.executable}" "-m" "mlx_blockpool.cli" "serve" "--model" "m"' in (
@@ -47,7 +47,7 @@ def test_it_is_installed_and_removed(home: Path, capsys: pytest.CaptureFixture[s
         "systemctl --user status --no-pager mlx-blockpool.service",
         "systemctl --user disable --now mlx-blockpool.service",
     ]
-    assert main(["service", "remove"]) == 1
+    assert main(["service", "remove"]) == 2
     assert "No service is installed" in capsys.readouterr().err
 
 
@@ -72,7 +72,7 @@ def test_a_service_that_does_not_start_leaves_the_one_before(
     assert main(["service", "install"]) == 0
     before = unit.read_text()
     (home / "bin/systemctl").write_text("#!/bin/sh\nexit 1\n")
-    assert main(["service", "install", "--", "--model", "m"]) == 1
+    assert main(["service", "install", "--", "--model", "m"]) == 2
     assert unit.read_text() == before
     assert main(["service", "remove"]) == 0, "a stopped one is removed too"
     assert not unit.exists()
@@ -82,7 +82,7 @@ def test_a_service_that_does_not_start_leaves_no_file(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / "bin/systemctl").write_text("#!/bin/sh\necho no bus >&2\nexit 1\n")
-    assert main(["service", "install"]) == 1
+    assert main(["service", "install"]) == 2
     assert "no bus" in capsys.readouterr().err
     assert not (home / ".config/systemd/user/mlx-blockpool.service").exists()
 
@@ -91,12 +91,12 @@ def test_a_system_without_systemd_is_an_error(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["service", "install"]) == 1
+    assert main(["service", "install"]) == 2
     assert "This system has no systemctl" in capsys.readouterr().err
 
 
 def test_the_log_is_shown(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["service", "logs"]) == 1
+    assert main(["service", "logs"]) == 2
     service.log_file().parent.mkdir(parents=True)
     service.log_file().write_text("".join(f"line {i}\n" for i in range(100)))
     assert main(["service", "logs"]) == 0

@@ -299,7 +299,7 @@ def test_a_server_that_does_not_answer_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MLX_BLOCKPOOL_API_KEY", raising=False)
-    assert main(["top", "--once", "--url", url.format(port=server.port)]) == 1
+    assert main(["top", "--once", "--url", url.format(port=server.port)]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -328,7 +328,7 @@ def test_another_program_at_the_url_is_said(
     with HTTPServer(("127.0.0.1", 0), Another) as other:
         threading.Thread(target=other.serve_forever, args=[0.01], daemon=True).start()
         try:
-            assert main(["top", "--once", "--url", f"http://127.0.0.1:{other.server_port}"]) == 1
+            assert main(["top", "--once", "--url", f"http://127.0.0.1:{other.server_port}"]) == 2
         finally:
             other.shutdown()
     assert says in capsys.readouterr().err

@@ -55,8 +55,8 @@ def test_a_command_that_needs_mlx_says_what_is_missing_and_how_to_install_it(
     no_backend: dict[str, str], arguments: list[str]
 ) -> None:
     found = run(no_backend, *arguments)
-    expected = f"mlx-blockpool: mlx has no backend to compute with ({MISSING}). {ADVICE}\n"
-    assert (found.returncode, found.stdout, found.stderr) == (1, "", expected)
+    expected = f"mlx-blockpool: error: mlx has no backend to compute with ({MISSING}). {ADVICE}\n"
+    assert (found.returncode, found.stdout, found.stderr) == (2, "", expected)
 
 
 def test_doctor_finds_the_missing_backend_and_does_not_blame_mlx_lm(

@@ -211,8 +211,8 @@ def test_this_machine_needs_no_key(host: str) -> None:
 
 def test_the_process_says_so_and_ends() -> None:
     ran = server_forks().run(SERVE, "--model", "demo", "--host", "0.0.0.0", "--port", "0")
-    assert ran.returncode == 1
-    assert "mlx-blockpool: --host 0.0.0.0 lets other machines in" in ran.stderr
+    assert ran.returncode == 2
+    assert "mlx-blockpool: error: --host 0.0.0.0 lets other machines in" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 

@@ -415,8 +415,8 @@ def test_a_rank_that_cannot_join_the_others_says_what_to_do(tmp_path: Path) -> N
     hosts = tmp_path / "hosts.json"
     hosts.write_text("no hosts")
     ran = server_forks().run(f"{JOINS}{SERVE}", str(hosts), "--model", "demo")
-    assert ran.returncode == 1
-    assert ran.stderr.startswith("mlx-blockpool: The other ranks cannot be reached: ")
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("mlx-blockpool: error: The other ranks cannot be reached: ")
     assert "Start every rank, with the same file of hosts." in ran.stderr
 
 

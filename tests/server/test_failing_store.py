@@ -44,11 +44,13 @@ def test_a_server_does_not_start_with_it_and_says_what_to_do(
     root = unusable(tmp_path)
     arguments = ["serve", "--model", "demo", "--port", "0", "--store-dir", str(root)]
     with server_forks().start(COMMAND, *arguments).ended() as process:
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=60) == 2
         assert process.stderr is not None
         errors = process.stderr.read()
     last = errors.splitlines()[-1]
-    assert last.startswith(f"mlx-blockpool: The store cannot use {root}: no file can be made in ")
+    assert last.startswith(
+        f"mlx-blockpool: error: The store cannot use {root}: no file can be made in "
+    )
     assert last.endswith(
         "(Not a directory). Give another folder with --store-dir DIR, or serve without a store: "
         "--no-store."

@@ -79,7 +79,7 @@ def test_every_option_of_the_file_is_one_of_the_server(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "Is it decode-share?" in ran.stderr
     assert "Traceback" not in ran.stderr
 

@@ -26,7 +26,7 @@ def test_a_port_in_use_is_said_and_ends_the_process() -> None:
         ran = server_forks().run(
             COMMAND, "serve", "--model", "demo", "--port", str(port), "--measure", "off"
         )
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert f"Cannot listen on 127.0.0.1, port {port}" in ran.stderr
     assert "Traceback" not in ran.stderr
     # Before anything is loaded.
@@ -39,18 +39,18 @@ def test_a_number_that_is_not_a_port_is_refused(port: str) -> None:
     with (
         server_forks().start(COMMAND, "serve", "--model", "demo", "--port", port).ended() as process
     ):
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=60) == 2
         assert process.stderr is not None
         assert (
             process.stderr.read().splitlines()[-1]
-            == f"mlx-blockpool: --port must be between 0 and 65535 (got {port})"
+            == f"mlx-blockpool: error: --port must be between 0 and 65535 (got {port})"
         )
 
 
 def test_a_model_that_is_not_there_is_said_and_ends_the_process() -> None:
     ran = server_forks().run(COMMAND, "serve", "--model", "/no/such/model")
-    assert ran.returncode == 1
-    assert "mlx-blockpool: Cannot serve /no/such/model" in ran.stderr
+    assert ran.returncode == 2
+    assert "mlx-blockpool: error: Cannot serve /no/such/model" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
