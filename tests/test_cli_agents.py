@@ -415,13 +415,11 @@ def test_who_stays_goes_on_where_it_was(
         ["agent", "pin", "a", "--yes"],
     ],
 )
-def test_a_wrong_shape_is_refused_with_usage(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
+def test_a_wrong_shape_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["store", *arguments])
     assert caught.value.code == 2
-    assert "usage: mlx-blockpool" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("mlx-blockpool store agent")
 
 
 @pytest.mark.parametrize(

@@ -174,14 +174,14 @@ def test_of_several_keys_a_client_gets_none_of_an_admin(
 
 @pytest.mark.parametrize(
     ("url", "host", "port"),
-    [("http://[::1]:9", "::1", "9"), ("http://localhost", "localhost", "80")],
+    [("http://[::1]:9", "::1", "9"), ("localhost", "localhost", "80")],
 )
 def test_the_server_listens_where_the_url_says(home: Home, url: str, host: str, port: str) -> None:
     shown = home.launch("aider", "--url", url, "--print").stdout
     assert f"serve --host {host} --port {port}" in shown
 
 
-@pytest.mark.parametrize("url", ["localhost:9", "https://localhost:9", "ftp://127.0.0.1:9"])
+@pytest.mark.parametrize("url", ["https://localhost:9", "ftp://127.0.0.1:9"])
 def test_a_url_of_no_local_server_starts_none(home: Home, url: str) -> None:
     ran = home.launch("aider", "--url", url)
     assert ran.returncode == 2

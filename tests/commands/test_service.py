@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_installed_and_removed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["service", "status"]) == 2
+    assert main(["service", "status"]) == 1
     assert main(["service", "install", "--", "--model", "m"]) == 0
     unit = home / ".config/systemd/user/mlx-blockpool.service"
     assert f'ExecStart="{sys.executable}" "-m" "mlx_blockpool.cli" "serve" "--model" "m"' in (

@@ -284,7 +284,7 @@ def test_in_a_terminal_it_shows_agents_until_q_is_typed(arguments: list[str]) ->
     ("url", "says"),
     [
         ("http://127.0.0.1:1", "Start the server, or give --url another one"),
-        ("nonsense", "nonsense is not a URL"),
+        ("mailto://me", "unknown url type"),
         ("http://127.0.0.1:99999", "--url must be a URL with a port between 1 and 65535"),
         ("http://127.0.0.1:0", "(got http://127.0.0.1:0)"),
         ("http://[::1", "(got http://[::1)"),
