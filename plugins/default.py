@@ -30,13 +30,13 @@ from mlx_blockpool.spec import (
     StateLayer,
     TokenArray,
     WindowLayer,
-    leaves_of,
 )
 
 from . import shapes
 
-# Tokens after which the bytes of states are compared, and after how many of the next ones.
-MANY, FEW = 2048, 16
+# The bytes of states are compared after MANY tokens and after twice that and one more, which shows
+# arrays that double, and after FULL, when groups of up to 10, 12, 14, 15 or 16 tokens lack one.
+MANY, FULL = 2048, 5039
 # What pooled caches add to a class.
 TAKEN = {"sequence", "layer", "fork", "take", "saved_arrays", "restore_arrays", "_on", "_own"}
 
@@ -68,21 +68,17 @@ def trace(model: Any, model_id: str) -> ModelCacheSpec:
 
     Raises SpecError for a cache class that mlx-lm 0.32 does not have.
     """
-    caches, adapters = _caches_after_one_token(model), dict[type, CacheAdapter]()
+    caches, adapters = _empty_caches(model), dict[type, CacheAdapter]()
     others = {type(leaf) for leaf in _leaves(caches)} - _kinds()
     if others:
         adapters = {cls: CacheAdapter(cls, source=_name(cls)) for cls in others if _saves(cls)}
         adapters |= {adapter.cls: adapter for adapter in cache_adapters()}
     if any(cls in adapters and adapters[cls].arrays is None for cls in others):
         return _with_own_states(model, model_id, caches, adapters)
+    _compute(model, caches)
     layers = tuple(_layer(cache, model_id, adapters) for cache in caches)
     dtype = _dtype(caches, adapters) or "float16"
     source = _source(caches, adapters)
-    if any(isinstance(leaf, StateLayer) for layer in layers for leaf in leaves_of(layer)):
-        # States that grow with the first tokens cannot be rows of one batch (longcat_flash_ngram).
-        model(mx.zeros((1, 1), mx.int32), cache=caches)
-        later = tuple(_layer(cache, model_id, adapters) for cache in caches)
-        return ModelCacheSpec(model_id, later, dtype, batches=layers == later, source=source)
     return ModelCacheSpec(model_id, layers, dtype, source=source)
 
 
@@ -91,19 +87,24 @@ def dtype_of_caches(model: Any) -> str | None:
     None if its caches have no keys, or if it does not run on them.
     """
     try:
-        caches = _caches_after_one_token(model)
+        caches = _compute(model, _empty_caches(model))
         return _dtype(caches, {adapter.cls: adapter for adapter in cache_adapters()})
     except Exception:
         # A model of a plugin may raise anything. probe() finds out whether it runs.
         return None
 
 
-def _caches_after_one_token(model: Any) -> list[Any]:
+def _empty_caches(model: Any) -> list[Any]:
     # It takes a second to import, which commands without a model do not wait for.
     from mlx_lm.models import cache as upstream
 
     caches: list[Any] = upstream.make_prompt_cache(model)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    return caches
+
+
+def _compute(model: Any, caches: list[Any]) -> list[Any]:
+    # After two tokens longcat_flash_ngram's state has all of its size.
+    model(mx.zeros((1, 2), mx.int32), cache=caches)
     return caches
 
 
@@ -192,27 +193,26 @@ def _with_own_states(
 ) -> ModelCacheSpec:
     """The spec of a model some of whose caches are states of other classes.
 
-    What they take is seen after a few numbers of tokens: up to twice MANY, unevaluated.
+    What they take is seen after three numbers of tokens, unevaluated.
     """
-    from mlx_lm.models import cache as upstream
+    from mlx_lm.models.cache import CacheList
 
-    tokens, seen = 1, list[tuple[int, list[int]]]()
-    # The last one shows arrays that double.
-    for count in (MANY - 1, *[1] * FEW, MANY - FEW, 1):
+    tokens, seen = 0, list[tuple[int, list[int]]]()
+    for count in (MANY, MANY + 1, FULL - 2 * MANY - 1):
         model(mx.zeros((1, count), mx.int32), cache=caches)
         tokens += count
         seen.append((tokens, [_saved_bytes(leaf, adapters, model_id) for leaf in _leaves(caches)]))
-    (_, first), (_, last) = seen[0], seen[-1]
+    (_, first), (_, last) = seen[:2]
     growths = [-(-max(0, b - a) // MANY) for a, b in zip(first, last, strict=True)]
     most = [
         max(0, *(each[i] - growth * tokens for tokens, each in seen))
         for i, growth in enumerate(growths)
     ]
-    empty = _leaves(upstream.make_prompt_cache(model))
+    empty = _leaves(_empty_caches(model))
     leaves = iter(zip(_leaves(caches), empty, most, growths, strict=True))
 
     def layer(cache: Any) -> LayerSpec:
-        if isinstance(cache, upstream.CacheList):
+        if isinstance(cache, CacheList):
             return CompositeLayer(tuple(map(layer, cache.caches)))
         _, own, n_bytes, growth = next(leaves)
         adapter = adapters.get(type(cache))

@@ -21,7 +21,7 @@ from ..errors import PluginError, PoolExhaustedError
 from ..hooks import AttentionAdapter
 from ..plugins import attention_adapters
 from ..ranks.group import ALONE, Ranks
-from ..spec import ChunkLayer, ModelCacheSpec, writes_of
+from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, writes_of
 from .arena import KVArena
 from .attach import bind, classes_of, detached, is_by_member, restore, sources_of
 from .capabilities import Capabilities
@@ -34,10 +34,12 @@ from .prompt_cache import (
     begin_rows,
     commit_rows,
     end_chunks,
+    leaves_of,
     make_prompt_cache,
     sequence_of,
+    state_caches,
 )
-from .proof import TOO_SMALL, difference_alone, long_prompts, too_small
+from .proof import TOO_SMALL, difference_alone, long_prompts, sizes_of, too_small
 from .rounded_caches import rounded
 from .scratch import pipelined
 from .shards import is_stage, on_all, without_collectives
@@ -177,12 +179,13 @@ def _probed_batches(
     is_quantised = spec.bits is not None
 
     def reads_blocks() -> str | None:
-        own.pads = False
-        if arena.state_leaves and own.in_one:
+        joins = bool(arena.state_leaves) and own.in_one
+        if joins:
             arena.capabilities = replace(arena.capabilities, pads_states=True)
-            if _difference_joined(own, arena) is None:
-                own.pads = True
-                return None
+            why = _difference_joined(own, arena)
+            if why is None or own.grows:
+                own.pads = why is None
+                return why
             arena.capabilities = replace(arena.capabilities, pads_states=False)
         for prompts in _prompts(model, arena):
             why = _difference(
@@ -190,6 +193,9 @@ def _probed_batches(
             )
             if why is not None:
                 return why
+        if joins and own.in_one:
+            # The logits that the padded batch did not have are right.
+            own.pads = False
         # A batch does not try what an adapter computes for one sequence.
         return _difference_long(model, arena) if sources_of(model) else None
 
@@ -208,7 +214,7 @@ def _probed_batches(
         why = _attach_if(model, arena, agrees, ranks, adapters)
         if why is None:
             return replace(found, ragged=ragged, is_attached=True, by_member=is_by_member(model))
-        own.batch, own.pads = None, False
+        own.batch = own.pads = None
         what = "A batch whose blocks are read in place" if ragged else "One sequence"
         how = ", one member after another" if adapters is None and ragged else ""
         found = replace(found, differs=(*found.differs, f"{what}{how}: {why}."))
@@ -251,7 +257,9 @@ def _verifies(own: _OwnLogits, arena: KVArena, ranks: Ranks) -> tuple[Any, bool]
     """Capabilities.verifies and mixes. Groups of ranks do not try."""
     if not ranks.decides:
         return None, False
-    for mixes in (True, False) if arena.capabilities.ragged else ():
+    # A model that computes member by member for want of another way takes no chunk.
+    ways = (False,) if arena.capabilities.differs else (True, False)
+    for mixes in ways if arena.capabilities.ragged else ():
         found = _prompts(own.model, arena)
         try:
             if all(_agrees_by_rows(own, arena, prompts, mixes) for prompts in found):
@@ -307,15 +315,15 @@ def _leaves_padding_out(own: _OwnLogits, arena: KVArena, ranks: Ranks) -> bool:
     """Return whether a batch of prompts of several lengths gives the logits of single sequences
     though the model has states. (gear's does, baichuan_m1's does not.)
     """
-    if not arena.state_leaves:
+    if not arena.state_leaves or own.grows:
         return False
     model, found = own.model, arena.capabilities
     arena.capabilities = replace(found, pads_states=True)
     try:
         with without_collectives(model):
             why = (
-                None
-                if own.pads
+                (None if own.pads else "a padded batch differs")
+                if own.pads is not None
                 else _difference(own, lambda: make_prompt_cache(model, arena), True)
                 if found.ragged
                 else _difference(_OwnLogits(model), lambda: _stock_caches(model), True)
@@ -339,8 +347,13 @@ def _difference(
     def in_a_batch() -> list[Any]:
         caches = [make_caches() for _ in prompts]
         if not pads:
+            # What was not tried by _difference_joined() is seen after the first token.
+            first = 0 if own.in_one else 1
             for each, prompt in zip(caches, prompts, strict=True):
-                _logits(own.model, [prompt], each)
+                if first:
+                    _logits(own.model, [prompt[:first]], each)
+                    own.need_states_of_one_size(each)
+                _logits(own.model, [prompt[first:]], each)
         batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
         # In two parts: what is padded then continues states, too.
         for part in (slice(2), slice(2, None)) if pads else ():
@@ -358,17 +371,21 @@ def _difference_joined(own: _OwnLogits, arena: KVArena) -> str | None:
 
     def in_a_batch() -> list[Any]:
         caches = [make_prompt_cache(model, arena) for _ in PROMPTS]
-        _logits(model, [long[:2]], caches[0])
+        _logits(model, [long[:1]], caches[0])
+        own.need_states_of_one_size(caches[0])
         batch = batch_of(caches)
-        for tokens in ([long[2:4], short[:1]], [long[4:], short[1:]]):
+        for tokens in ([long[1:3], short[:1]], [long[3:], short[1:]]):
             mx.eval(padded_forward(model, tokens, batch))
         return batch
 
-    return _batch_compared(own, in_a_batch, PROMPTS)
+    return _batch_compared(own, in_a_batch, PROMPTS, is_last=False)
 
 
 def _batch_compared(
-    own: _OwnLogits, begin: Callable[[], list[Any]], prompts: list[list[int]]
+    own: _OwnLogits,
+    begin: Callable[[], list[Any]],
+    prompts: list[list[int]],
+    is_last: bool = True,
 ) -> str | None:
     """_compared() of a batch that begin() returns after its prompts. What agrees is tried further,
     unless long prompts need its blocks.
@@ -380,7 +397,7 @@ def _batch_compared(
         batch[:] = begin()
         return _last_logits(own.model, batch, [[token] * 2 for token in NEXT])
 
-    why = _compared(own, in_a_batch, prompts)
+    why = _compared(own, in_a_batch, prompts, is_last=is_last)
     if why is None and own.in_one and not sources_of(own.model):
         own.batch = batch
     return why
@@ -407,13 +424,21 @@ def _agrees_by_rows(own: _OwnLogits, arena: KVArena, prompts: list[list[int]], m
         ):
             begin_rows(batch, counts)
             begin_chunks(batch, [chunk] * mixes, [len(part)] * mixes)
-            logits = (
-                first_rows(model, mx.array([*rows, *part]), batch, len(rows))
-                if mixes
-                else _logits(model, [*rows, *part], batch)
-            )
+            try:
+                logits = (
+                    first_rows(model, mx.array([*rows, *part]), batch, len(rows))
+                    if mixes
+                    else _logits(model, [*rows, *part], batch)
+                )
+                mx.eval(logits, [layer.state for layer in batch])
+            except Exception:
+                end_chunks(batch)
+                commit_rows(batch, [0, 0])
+                if part == parts[0]:
+                    # It holds what it held, and can be tried without a chunk.
+                    own.batch = begun
+                raise
             end_chunks(batch)
-            mx.eval(logits, [layer.state for layer in batch])
             commit_rows(batch, [1, 1])
         found = [logits[:2, -1]]
         if mixes:
@@ -430,15 +455,18 @@ def _agrees_rolled_back(own: _OwnLogits, arena: KVArena, prompts: list[list[int]
     model, (begun, (first, second), count) = own.model, own.take_batch()
 
     def rolled_back() -> mx.array:
-        more, layers = len(prompts) - 1, begun
-        if layers is None:
+        more, layers, kept = len(prompts) - 1, begun, first
+        if layers is None and more + len(arena.state_leaves) == 0:
+            # Blocks of one sequence: its prompt is kept together with its next token.
+            layers, kept = make_prompt_cache(model, arena), [*prompts[0], *first]
+        elif layers is None:
             caches = _begun(model, arena, prompts)
             layers = batch_of(caches) if more else caches[0]
         # Of the first sequence some tokens are rejected, and all of the second are kept.
-        pending = PendingTokens(model, layers, [[*first, 8, 9], *[first] * more])
-        held = pending.accept([1] * len(prompts))
+        pending = PendingTokens(model, layers, [[*kept, 8, 9], *[first] * more])
+        held = pending.accept([len(kept), *[1] * more])
         # The rows of the first that are computed again come before its next one.
-        again = first * (1 - held[0])
+        again = kept[held[0] :]
         tokens = [[*again, *second, 7], *[second] * more]
         logits = PendingTokens(model, pending.layers, tokens).logits
         return logits[mx.array([len(again), *[len(tokens[0])] * more])]
@@ -470,16 +498,19 @@ class _OwnLogits:
     in_one: whether a prompt and what follows it are computed in one forward. Caches of plugins and
             quantised ones may hold other numbers of what they have just computed with.
     batch:  PROMPTS on pooled caches after NEXT, which agreed and can be tried further.
-    pads:   whether a batch with padding has agreed.
+    pads:   whether a batch with padding has agreed; None if that was not tried.
+    grows:  whether states have another size after one token than the spec says.
+    agrees: whether anything had these logits while they were computed in one forward.
     """
 
     def __init__(
         self, model: Any, spec: ModelCacheSpec | None = None, in_one: bool = False
     ) -> None:
-        self.model, self.spec = model, spec
+        self.model, self.spec, self.decides = model, spec, in_one
         self.in_one = in_one and spec is not None and spec.bits is None and spec.source is None
         self.batch: list[Any] | None = None
-        self.pads = False
+        self.pads: bool | None = None
+        self.grows = self.agrees = False
         self._known: dict[tuple[int, ...], mx.array] = {}
 
     def take_batch(self) -> tuple[list[Any] | None, list[list[int]], int]:
@@ -505,14 +536,33 @@ class _OwnLogits:
         return self._known[key][count : count + 1]
 
     def compute_apart(self) -> bool:
-        """Compute what follows a prompt token by token from now on. Returns whether it was not."""
-        was_in_one, self.in_one = self.in_one, False
-        if was_in_one:
-            self._known.clear()
-        return was_in_one
+        """Compute what follows a prompt token by token from now on. Returns whether it was not, and
+        might have other logits: only windows and chunks make some differ after others agreed.
+        """
+        has_sizes = self.spec is not None and bool(sizes_of(*self.spec.leaves))
+        if not self.in_one or (self.agrees and not has_sizes):
+            return False
+        self.in_one = False
+        self._known.clear()
+        return True
+
+    def need_states_of_one_size(self, caches: list[Any]) -> None:
+        """Raises NotImplementedError if states grow with the first tokens: those of sequences that
+        have begun at other times cannot be rows of one batch (longcat_flash_ngram).
+        """
+        assert self.spec is not None, "states of pooled caches"
+        for i, cache in state_caches(leaves_of(caches)).items():
+            leaf = self.spec.leaves[i]
+            assert isinstance(leaf, StateLayer), "a state of another layer"
+            found = [tuple(array.shape) for array in cache.saved_arrays() if array is not None]
+            self.grows |= found != [shape for shape, _ in leaf.arrays]
+        if self.grows:
+            raise NotImplementedError("states that grow with the first tokens are no rows")
 
     def sample(self, prompt: list[int]) -> tuple[tuple[int, float], ...]:
         """The tokens with the largest logits after a prompt, and these."""
+        if not self.agrees:
+            self.compute_apart()
         row = self.after(prompt, 0)[0].astype(mx.float32)
         values: Any = mx.where(mx.isfinite(row), row, 0).tolist()
         tokens = sorted(range(len(values)), key=lambda token: -abs(values[token]))[:SAMPLED]
@@ -524,14 +574,16 @@ def _compared(
     compute: Callable[[], mx.array],
     prompts: list[list[int]],
     count: int = len(NEXT),
+    is_last: bool = True,
 ) -> str | None:
     """What differs between computed logits and those of each prompt alone after `count` tokens
-    more; None if nothing does.
+    more; None if nothing does. `is_last`: no simpler way will show whether those are right.
     """
     model, spec = own.model, own.spec
     try:
         found = compute()
-        alone = [own.after(prompt, count) for prompt in prompts]
+        tolerance = _tolerance(found.dtype == mx.float32, None if spec is None else spec.bits)
+        off = _apart(own, found, prompts, count, tolerance)
     except PoolExhaustedError as error:
         if spec is None or max(map(len, prompts)) <= len(PROMPTS[0]):
             raise
@@ -542,13 +594,12 @@ def _compared(
         # Other errors come back on the path that is taken instead.
         log.info("%s does not run this way: %s", type(model).__module__, error)
         return f"{type(error).__name__}: {str(error)[:200]}"
-    tolerance = _tolerance(found.dtype == mx.float32, None if spec is None else spec.bits)
-    off = _apart(found, alone)
     # NaN compares as false. Some models compute several tokens of one forward otherwise, and
     # a ring with first tokens that stay shows them more.
-    if not off <= tolerance and own.compute_apart():
-        off = _apart(found, [own.after(prompt, count) for prompt in prompts])
+    if not off <= tolerance and is_last and own.compute_apart():
+        off = _apart(own, found, prompts, count, tolerance)
     if off <= tolerance:
+        own.agrees |= own.in_one
         return None
     lengths = " and ".join(str(len(prompt) + count) for prompt in prompts)
     return (
@@ -557,12 +608,23 @@ def _compared(
     )
 
 
-def _apart(found: mx.array, needed: list[mx.array]) -> float:
-    """The largest difference, in parts of the largest logit."""
-    rows = mx.concatenate(needed).astype(mx.float32)
-    off = mx.abs(found.astype(mx.float32) - rows).max()
-    found_off: Any = (off / mx.maximum(mx.abs(rows).max(), 1e-30)).item()
-    return float(found_off)
+def _apart(
+    own: _OwnLogits, found: mx.array, prompts: list[list[int]], count: int, tolerance: float
+) -> float:
+    """The largest difference from each prompt's own logits, in parts of the largest logit, up to
+    the first prompt that is beyond `tolerance`: where no other rank computes the same, those of the
+    others are left out.
+    """
+    needed: list[mx.array] = []
+    off = math.inf
+    for prompt in prompts:
+        needed.append(own.after(prompt, count))
+        rows = mx.concatenate(needed).astype(mx.float32)
+        apart: Any = mx.abs(found[: len(needed)].astype(mx.float32) - rows).max()
+        off = float((apart / mx.maximum(mx.abs(rows).max(), 1e-30)).item())
+        if own.decides and not off <= tolerance:
+            break
+    return off
 
 
 def _tolerance(in_float32: bool, bits: KVBits | None) -> float:
@@ -610,7 +672,9 @@ def copies_slabs(model: Any, arena: KVArena, caches: list[Any] | None = None) ->
         _enlarge_slabs(caches, arena.pool)
     with without_collectives(model):
         token = mx.zeros((1, 1), mx.int32)
-        mx.eval(model(token, cache=caches))
+        # Slabs are zeros until then, and would count as copies.
+        arena.sync()
+        mx.eval(arena.arrays())
         largest = max((a.nbytes for a in arena.arrays()), default=0)
         mx.reset_peak_memory()
         before = mx.get_active_memory()

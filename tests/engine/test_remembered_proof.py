@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from architectures.configs import QUICK, RUNNABLE
 from architectures.pooled import make_model
 from mlx_lm.models import llama
 from server.serving import blockpool_server
+from thorough import only
 
 from mlx_blockpool import plugins
 from mlx_blockpool.config import PoolConfig
@@ -64,6 +66,32 @@ def test_a_second_load_takes_one_forward_and_finds_the_same(
     assert arena.capabilities == first
     assert [type(m) for _, m in model.named_modules()] == attached
     assert not any(counts.held for counts in arena.pool.settle())
+
+
+@pytest.mark.parametrize(
+    "name", only(RUNNABLE, *QUICK, "phi", "phi3small", "minimax_m3_vl", "longcat_flash_ngram")
+)
+def test_a_first_load_takes_few_forwards_and_a_later_one_two(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those count that describe a model, of which nothing is evaluated."""
+    model = make_model(name)
+    calls = counted(type(model), monkeypatch)
+    first = load(model, tmp_path)
+    assert len(calls) <= 15
+    calls.clear()
+    assert load(model, tmp_path) == first
+    # Three of them show how the states of its own class grow.
+    assert len(calls) <= (4 if name == "deepseek_v41" else 2)
+
+
+def test_a_padded_batch_is_tried_from_the_first_token_on() -> None:
+    """recurrent_gemma leaves padding out once a sequence has begun, and not before."""
+    model = make_model("recurrent_gemma")
+    assert load(model, None).ragged
+    assert not load(model, None).pads_states
+    (why, _) = load(make_model("longcat_flash_ngram"), None).differs
+    assert "states that grow" in why
 
 
 def change_device(monkeypatch: pytest.MonkeyPatch) -> None:

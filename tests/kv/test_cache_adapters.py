@@ -22,6 +22,9 @@ from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.stock import StockCaches
 from mlx_blockpool.hooks import CacheAdapter, hookimpl
+from mlx_blockpool.kv.build import allocate
+from mlx_blockpool.kv.probe import _OwnLogits
+from mlx_blockpool.kv.prompt_cache import make_prompt_cache
 from mlx_blockpool.kv.rounded_caches import rounded
 from mlx_blockpool.testing import tiny_model
 
@@ -191,7 +194,7 @@ def _is_old(array: mx.array) -> mx.array:
     return (mx.arange(array.shape[2]) < array.shape[2] - 900)[:, None]
 
 
-def test_states_that_grow_next_to_such_a_cache_are_not_batched(
+def test_states_that_grow_next_to_such_a_cache_are_no_rows_of_a_batch(
     slopes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Model:
@@ -206,5 +209,10 @@ def test_states_that_grow_next_to_such_a_cache_are_not_batched(
 
     install(slopes, monkeypatch, right(slopes))
     spec = plugins.traced_spec(Model(), "grows")
-    assert not spec.batches
     assert spec.source
+    caches = make_prompt_cache(Model(), allocate(spec, ROOMY))
+    Model()(mx.array([[1]]), caches)
+    own = _OwnLogits(Model(), spec)
+    with pytest.raises(NotImplementedError, match="grow"):
+        own.need_states_of_one_size(caches)
+    assert own.grows
