@@ -1,7 +1,7 @@
 """The programs that people point at the server: how each is installed, and how it is asked a
 question without a screen.
 
-How each finds the server is not here: that stands in the README, and is read from there.
+How each finds the server is read from mlx_blockpool/server/clients.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 class Program:
     """A client.
 
-    heading:   of its section in the README, whose last command starts it.
+    heading:   of its section there, whose last command starts it.
     package:   what to install, with the version that was tried last.
     first, later: arguments, as a shell reads them, that ask the question {} in a new conversation
     and in the last one.

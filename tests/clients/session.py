@@ -2,8 +2,8 @@
 NAME BINARIES FOLDER [--launch].
 
 Run in a network namespace of its own (unshare --net), whose only interface is loopback. The client
-gets an empty environment, a home in FOLDER, a made-up key, and the settings of its section in the
-README, or is started by `mlx-blockpool launch`. Writes FOLDER/wire.json.
+gets an empty environment, a home in FOLDER, a made-up key, and the settings of its section in
+clients.md, or is started by `mlx-blockpool launch`. Writes FOLDER/wire.json.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from pathlib import Path
 from clients.programs import PROGRAMS, Program
 from clients.wire import noted
 
-README = Path(__file__).parent.parent.parent / "README.md"
-AGENT = README.parent / "benchmarks/demo/agent_model"
+ROOT = Path(__file__).parent.parent.parent
+CLIENTS = ROOT / "mlx_blockpool/server/clients.md"
+AGENT = ROOT / "benchmarks/demo/agent_model"
 QUESTIONS = [
     "What is in this folder?",
     "How many lines has the README?",
     "Has anything changed?",
     "How does the README begin?",
 ]
-# The port of the README, and the one behind it.
+# The port of the documents, and the one after it.
 PORT, SERVER_PORT = 8080, 18080
 TURN_SECONDS = 600
 
@@ -48,13 +49,13 @@ def raise_loopback() -> None:
 
 
 def settings(heading: str) -> tuple[dict[str, str], list[str], str]:
-    """Files below the home, lines of shell, and the command of a client's section in the README."""
+    """Files below the home, lines of shell, and the command of a client's section."""
     section = re.search(
         rf"^### {re.escape(heading)}\n(.*?)(?=^##)",
-        README.read_text(encoding="utf-8"),
+        CLIENTS.read_text(encoding="utf-8"),
         re.DOTALL | re.MULTILINE,
     )
-    assert section, f"the README has no section {heading}"
+    assert section, f"{CLIENTS} has no section {heading}"
     found = re.findall(r"^```(\S+) (\S+)\n(.*?)^```", section[1], re.DOTALL | re.MULTILINE)
     files = {path.removeprefix("~/"): text for _, path, text in found if path.startswith("~/")}
     *lines, command = next(

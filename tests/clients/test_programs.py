@@ -20,7 +20,7 @@ import pytest
 from benchmarks.demo.agent import load_script
 from clients.kinds import KINDS
 from clients.programs import PROGRAMS, install
-from clients.session import README, settings
+from clients.session import CLIENTS, settings
 from clients.wire import Exchange
 from clients.writing import RATE, TOOLS
 
@@ -44,15 +44,15 @@ ANSWERS = ["".join(step["answer"]) for step in load_script()["steps"] if "answer
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_readme_says_how_to_point_it_here(name: str) -> None:
+def test_the_page_says_how_to_point_it_here(name: str) -> None:
     files, lines, command = settings(PROGRAMS[name].heading)
     assert "http://127.0.0.1:8080" in "".join([*files.values(), *lines])
     assert command
 
 
-def test_the_readme_has_no_other_clients() -> None:
+def test_the_page_has_all_clients() -> None:
     section = (
-        README.read_text(encoding="utf-8").partition("\n## Clients\n")[2].partition("\n## ")[0]
+        CLIENTS.read_text(encoding="utf-8").partition("\n## Clients\n")[2].partition("\n## ")[0]
     )
     headings = [
         line.removeprefix("### ") for line in section.splitlines() if line.startswith("### ")
@@ -106,7 +106,7 @@ def test_a_second_session(name: str, kind: str, installed: Path, tmp_path: Path)
     [(name, False) for name in NAMES] + [(n, True) for n, p in PROGRAMS.items() if p.launched],
 )
 def test_four_turns(name: str, launches: bool, installed: Path, tmp_path: Path) -> None:
-    """With the settings of the README, or started by `mlx-blockpool launch`."""
+    """With the settings of the page, or started by `mlx-blockpool launch`."""
     turns = turns_of(name, installed, tmp_path, launches)
     exchanges = [[Exchange(**exchange) for exchange in turn["exchanges"]] for turn in turns]
     assert [turn["said"] for turn in turns if turn["status"] != 0] == []
