@@ -28,7 +28,7 @@ from typing import Any
 import smollm2
 from measure import options_parser, report
 from mlx_lm.utils import load_tokenizer
-from peers import CACHE, PEERS, Peer, Server, Stream
+from peers import PEERS, Peer, Server, Stream
 from sessions import recorded
 
 ROOT = Path(__file__).parent.parent
@@ -97,7 +97,7 @@ class Talk:
 
     def calibrate(self) -> None:
         """Seconds for a token of a prompt, and for one of a reply, of this server alone."""
-        stream = self.chat([{"role": "user", "content": self.prose(400, 0)}], 16)
+        stream = self.chat([{"role": "user", "content": self.prose(300, 0)}], 16)
         self.token_s = stream.first / stream.usage["prompt_tokens"]
         self.step_s = statistics.median(stream.gaps)
 
@@ -129,7 +129,7 @@ def together(talk: Talk, jobs: list[Callable[[], Any]]) -> None:
 
 
 def agents(talk: Talk) -> None:
-    system = talk.prose(300, 1)
+    system = talk.prose(240, 1)
     questions = [[talk.prose(24, 10 * agent + turn) for turn in range(3)] for agent in range(1, 6)]
     together(talk, [lambda each=each: talk.turns(system, each) for each in questions])  # type: ignore[misc]
 
@@ -151,7 +151,7 @@ def long_prompt(talk: Talk) -> None:
     def long() -> None:
         while not all(stream.times or stream.error for stream in streams):
             time.sleep(0.01)
-        talk.chat([{"role": "user", "content": talk.prose(500, 94)}])
+        talk.chat([{"role": "user", "content": talk.prose(400, 94)}])
 
     jobs = [
         lambda each=each, stream=stream: talk.chat(each, talk.size(40), stream=stream)
@@ -169,7 +169,7 @@ def joins(talk: Talk) -> None:
 
 
 def retries(talk: Talk) -> None:
-    prompt = [{"role": "user", "content": talk.prose(400, 110)}]
+    prompt = [{"role": "user", "content": talk.prose(300, 110)}]
     patience = PATIENCE * talk.token_s * len(talk.ids(prompt))
     for timeout in [patience] * TRIES + [TIMEOUT]:
         talk.begin()
@@ -191,7 +191,7 @@ def sessions(talk: Talk) -> None:
 
 
 def restarted(talk: Talk, how: Any, number: int) -> None:
-    messages = talk.turns(talk.prose(560, number), [talk.prose(24, number + 1)])
+    messages = talk.turns(talk.prose(400, number), [talk.prose(24, number + 1)])
     talk.restart(how)
     talk.turn(messages, talk.prose(24, number + 2))
 
@@ -199,15 +199,15 @@ def restarted(talk: Talk, how: Any, number: int) -> None:
 def memory(talk: Talk) -> None:
     three = [
         [{"role": "system", "content": talk.prose(tokens, 130 + n)}]
-        for n, tokens in enumerate((300, 580, 580))
+        for n, tokens in enumerate((200, 380, 380))
     ]
-    for turn in range(3):
+    for turn in range(2):
         for n, messages in enumerate(three):
             talk.turn(messages, talk.prose(8, 140 + 3 * turn + n), 4)
 
 
-# Memory for 1.2 agents of 640 tokens; a token of SmolLM2 has 46,080 bytes in float32.
-SMALL = {"tokens": 768, "bytes": 768 * 46_080, "megabytes": 35}
+# Memory for 1.2 agents of 430 tokens; a token of SmolLM2 has 46,080 bytes in float32.
+SMALL = {"tokens": 516, "bytes": 516 * 46_080, "megabytes": 24}
 WORKLOADS: dict[str, tuple[str, Callable[[Talk], None]]] = {
     "agents": ("five agents with one system prompt, three turns, at once", agents),
     "conversation": ("one conversation of eight turns", conversation),
@@ -327,9 +327,9 @@ def main() -> None:
             f"--only has unknown names: {', '.join(sorted(wrong))}. Servers: "
             f"{', '.join(peer.name for peer in PEERS)}; workloads: {', '.join(WORKLOADS)}"
         )
-    model = (args.model or CACHE / "SmolLM2-135M-Instruct").resolve()
+    model = (args.model or smollm2.MODEL).resolve()
     if args.model is None:
-        smollm2.make(model)
+        smollm2.make()
     peers = [peer for peer in PEERS if not chosen[0] or peer.name in chosen[0]]
     if not smollm2.gguf_of(model).exists():
         peers = [peer for peer in peers if peer.name != "llama.cpp"]
@@ -338,17 +338,17 @@ def main() -> None:
     if whole and not args.out:
         args.out = tempfile.mkstemp(suffix=".jsonl")[1]
     found: dict[Any, Run] = {}
-    load = [os.getloadavg()[0]]
+    load: list[float] = []
     for repeat in range(args.repeat or (1 if args.quick else 3)):
         for peer in peers[repeat:] + peers[:repeat]:
-            run(peer, names, model, args.quick, found)
             load.append(os.getloadavg()[0])
-    write(args, peers, names, found, load)
-    if whole:
-        sys.path.insert(0, str(ROOT))
-        from benchmarks import __main__ as results
+            run(peer, names, model, args.quick, found)
+        write(args, peers, names, found, load)
+        if whole:
+            sys.path.insert(0, str(ROOT))
+            from benchmarks import __main__ as results
 
-        results.publish(Path(args.out), results.RESULTS / f"{results.machine()}.jsonl")
+            results.publish(Path(args.out), results.RESULTS / f"{results.machine()}.jsonl")
 
 
 def write(
@@ -358,7 +358,7 @@ def write(
     found: dict[Any, Run],
     load: list[float],
 ) -> None:
-    """The lines: one of the servers, and one of each workload."""
+    """The lines, of all rounds so far: one of the servers, and one of each workload."""
     for name in ["start", *names]:
         runs = {peer: found[peer, name] for peer in peers}
         stock: dict[str, str] = {}

