@@ -293,22 +293,38 @@ def test_tokens_that_an_earlier_prompt_or_reply_began_with_are_not_distinct() ->
     assert talk.distinct() == 0 + len([0, "f", 0]) + len(["g", 0])
 
 
-@pytest.mark.thorough
-def test_servers_are_driven_and_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def compared(names: str, model: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Any]:
+    """The lines of this server and mlx_lm.server in workloads of a model. No reply differs."""
     module = imported("bench_peers", BENCHMARKS)
-    monkeypatch.setattr(importlib.import_module("peers"), "blas", dict)
-    lines, names = tmp_path / "lines.jsonl", "agents,retries,kill,memory"
-    options = ["--quick", "--only", f"ours,stock/{names}", "--model", demo.model_path()]
-    monkeypatch.setattr(sys, "argv", ["bench_peers", *options, "--out", str(lines)])
+    lines = folder / "lines.jsonl"
+    options = ["--quick", "--only", f"ours,stock/{names}", "--model", model, "--out", str(lines)]
+    monkeypatch.setattr(sys, "argv", ["bench_peers", *options])
     module.main()
-    figures = {line["case"]: line for line in map(json.loads, lines.read_text().splitlines())}
-    cases = {name: figures[module.WORKLOADS[name][0]] for name in names.split(",")}
-    for case in cases.values():
+    starts, *cases = map(json.loads, lines.read_text().splitlines())
+    for case in cases:
         assert case["ours_failed"] == case["ours_different"] == 0 < case["ours_compared"]
-    assert cases["agents"]["ours_again"] < cases["agents"]["ours_distinct"] / 8
-    assert cases["kill"]["ours_again"] < 256
-    shown = [{**line, "quick": False} for line in figures.values()]
+    return [starts, *cases]
+
+
+@pytest.mark.thorough
+def test_servers_are_driven_and_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(imported("peers", BENCHMARKS), "blas", dict)
+    names = "agents,retries,kill,memory"
+    lines = compared(names, str(demo.model_path()), monkeypatch, tmp_path)
+    _, agents, _, kill, _ = lines
+    assert agents["ours_again"] < agents["ours_distinct"] / 8
+    assert kill["ours_again"] < 256
+    shown = [{**line, "quick": False} for line in lines]
     table = imported("benchmarks.figures", ROOT).Figures({"machine": shown}).peers()
-    assert table.count("| stock |") == 1 + len(cases)
+    assert table.count("| stock |") == len(lines)
+
+
+@pytest.mark.thorough
+def test_a_trained_model_replies_as_on_mlx_lm_in_batches_and_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, peers = imported("smollm2", BENCHMARKS).MODEL, imported("peers", BENCHMARKS)
+    installed = [model / "config.json", peers.CACHE / peers.BLAS / "complete"]
+    if not all(path.exists() for path in installed):
+        pytest.skip("needs the model and the BLAS that benchmarks/bench_peers.py installs")
+    compared("agents,joins,term", str(model), monkeypatch, tmp_path)

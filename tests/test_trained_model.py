@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +17,9 @@ import pytest
 from documents import ROOT
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
-from server.serving import at_once, blockpool_server, cached_tokens, text_of
+from server.serving import blockpool_server, text_of
 
-import mlx_blockpool
-from mlx_blockpool.config import KVBits, PoolConfig
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv.build import describe
 from mlx_blockpool.kv.rounded_caches import rounded
 
@@ -37,7 +35,6 @@ pytestmark = pytest.mark.skipif(
 POOL = ("--pool-bytes", "60MB", "--measure", "off")
 SYSTEM = {"role": "system", "content": "Answer in a word."}
 QUESTIONS = ("The capital of France?", "Three colours:")
-NEXT = "And another?"
 REPLY = 5
 Messages = Sequence[dict[str, str]]
 
@@ -61,60 +58,42 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def ask(client: Any, messages: Messages, **more: Any) -> tuple[str, int]:
-    """The reply and the number of cached tokens."""
+def ask(client: Any, messages: Messages, **more: Any) -> str:
     body = {"messages": list(messages), "max_tokens": REPLY, **more}
     status, answer = client.send("/v1/chat/completions", body)
     assert status == 200, answer
-    return text_of(answer), cached_tokens(answer["usage"])
+    return str(text_of(answer))
 
 
 def test_a_reply_is_that_of_mlx_lm() -> None:
     with blockpool_server(MODEL, *POOL) as client:
-        reply, _ = ask(client, [SYSTEM, user(QUESTIONS[0])])
+        reply = ask(client, [SYSTEM, user(QUESTIONS[0])])
     assert reply == stock([SYSTEM, user(QUESTIONS[0])])
-
-
-@pytest.mark.thorough
-def test_replies_of_a_batch_are_those_of_mlx_lm_resumed_and_restarted(tmp_path: Path) -> None:
-    turns: list[Messages] = [[SYSTEM, user(question)] for question in QUESTIONS]
-    for _ in range(2):
-        with blockpool_server(MODEL, *POOL, "--store-dir", str(tmp_path)) as client:
-            replies = at_once([lambda each=each: ask(client, each) for each in turns])  # type: ignore[misc]
-            assert [text for text, _ in replies] == [stock(each) for each in turns]
-            turns = [
-                [*each, {"role": "assistant", "content": text}, user(NEXT)]
-                for each, (text, _) in zip(turns, replies, strict=True)
-            ]
-            reply, cached = ask(client, turns[0])
-            assert reply == stock(turns[0])
-            assert cached > len(loaded()[1].encode(QUESTIONS[0]))
-    assert all(cached for _, cached in replies)
 
 
 @pytest.mark.thorough
 def test_a_reply_on_quantised_blocks_is_that_on_rounded_caches() -> None:
     with blockpool_server(MODEL, *POOL, "--kv-bits", "8", "--kv-bits-values", "4") as client:
-        reply, _ = ask(client, [SYSTEM, user(QUESTIONS[1])])
+        reply = ask(client, [SYSTEM, user(QUESTIONS[1])])
     assert reply == stock([SYSTEM, user(QUESTIONS[1])], KVBits(8, 4))
 
 
 @pytest.mark.thorough
 def test_8_bits_cost_no_perplexity_and_4_bits_some() -> None:
-    """Of a passage of English that the model reads in two chunks, the second from blocks."""
+    """Of a passage of English that the model reads in two chunks, the second after rounded keys
+    and values.
+    """
     model, tokenizer = loaded()
-    tokens = tokenizer.encode((ROOT / "LICENSE").read_text())[60:124]
+    tokens = tokenizer.encode((ROOT / "LICENSE").read_text())[60:108]
     found = {}
     for bits in (None, KVBits(8, 8), KVBits(4, 4)):
-        arena = mlx_blockpool.open_pool(model, 60_000_000, PoolConfig(bits=bits))
-        caches = mlx_blockpool.make_prompt_cache(model, arena)
-        model(mx.array([tokens[:32]]), cache=caches)
-        logits = model(mx.array([tokens[32:-1]]), cache=caches)[0]
-        right = mx.take_along_axis(logits, mx.array(tokens[33:])[:, None], axis=-1)[:, 0]
+        caches = rounded(make_prompt_cache(model), describe(model).with_bits(bits))
+        model(mx.array([tokens[:24]]), cache=caches)
+        logits = model(mx.array([tokens[24:-1]]), cache=caches)[0]
+        right = mx.take_along_axis(logits, mx.array(tokens[25:])[:, None], axis=-1)[:, 0]
         found[bits] = math.exp(mx.mean(mx.logsumexp(logits, axis=-1) - right).item())
-        mlx_blockpool.detach(model)
     exact, eight, four = found.values()
-    assert exact < 20
+    assert exact < 40
     assert eight == pytest.approx(exact, rel=0.01)
     assert eight < four < 1.6 * exact
 
@@ -130,8 +109,8 @@ def test_a_form_keeps_the_schema_that_the_model_alone_does_not() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
     messages = [SYSTEM, user("Describe Paris as JSON.")]
     with blockpool_server(MODEL, *POOL) as client:
-        free, _ = ask(client, messages)
-        formed, _ = ask(client, messages, max_tokens=24, response_format=form)
+        free = ask(client, messages)
+        formed = ask(client, messages, max_tokens=24, response_format=form)
     value = json.loads(formed)
     assert value.keys() == {"city", "large"}
     assert isinstance(value["large"], bool)
