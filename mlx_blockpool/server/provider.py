@@ -22,6 +22,7 @@ from mlx_lm.utils import load_config
 
 from ..demo import NAME, model_path
 from ..errors import LoadError, StoreError
+from ..kv.prediction_head import drop_head
 from ..mlx_lm_compat import ModelProvider, rebind, sharded_load
 from ..model_files.loading import load, load_model
 from ..model_files.modelfile import local_folder
@@ -211,6 +212,8 @@ def _load_share(name: str, **options: Any) -> Any:
 
     def load_whole(*args: Any, **more: Any) -> Any:
         model, config = load_model(*args, **more)
+        # Ranks draft nothing, and share no head.
+        drop_head(model)
         whole.append(_heads_of(model))
         return model, config
 
