@@ -25,12 +25,14 @@ from measure import interleave, llama, options, report
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
+from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.build import open_pool
 from mlx_blockpool.kv.capabilities import Capabilities
 from mlx_blockpool.kv.decode_policy import default_streams
 from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache, sequence_of
+from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.testing import tiny_model
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -60,13 +62,20 @@ def filled(caches: list[Any], context: int, heads: int, dim: int) -> list[Any]:
 class System:
     """One way of batching: its model, and how it makes caches."""
 
-    def __init__(self, pooled: bool, contexts: list[int], size: tuple[int, int, int, int]) -> None:
+    def __init__(
+        self,
+        pooled: bool,
+        contexts: list[int],
+        size: tuple[int, int, int, int],
+        config: PoolConfig | None = None,
+    ) -> None:
         self.model = llama(*size)
         self.contexts = contexts
         self.layers = size[1]
         self.heads, self.dim = size[3], size[0] // size[2]
-        pool_bytes = 3 * sum(contexts) * 2 * size[1] * size[3] * self.dim * 4
-        self.pool = open_pool(self.model, pool_bytes, attach=False) if pooled else None
+        tokens = sum(max(context, BLOCK_TOKENS) for context in contexts)
+        pool_bytes = 3 * tokens * 2 * size[1] * size[3] * self.dim * 4
+        self.pool = open_pool(self.model, pool_bytes, config, attach=False) if pooled else None
         if self.pool is not None:
             self.pool.capabilities = Capabilities(ragged=bool(bind(self.model)))
 
@@ -131,8 +140,9 @@ def bench(
     size: tuple[int, int, int, int],
     steps: int,
     rounds: int,
+    config: PoolConfig | None = None,
 ) -> None:
-    ours, stock = System(True, contexts, size), System(False, contexts, size)
+    ours, stock = System(True, contexts, size, config), System(False, contexts, size)
     assert ours.pool is not None
     runs = {
         "ours": ours.step_seconds,
@@ -148,8 +158,8 @@ def bench(
         case,
         sequences=len(contexts),
         utilisation=round(sum(contexts) / len(contexts) / max(contexts), 2),
-        ours_step_ms=round(step["ours"] * 1e3, 1),
-        stock_step_ms=round(step["stock"] * 1e3, 1),
+        ours_step_ms=round(step["ours"] * 1e3, 2),
+        stock_step_ms=round(step["stock"] * 1e3, 2),
         ratio_step=round(step["stock"] / step["ours"], 2),
         ratio_one_stream=round(step["stock"] / step["one"], 2),
         streams=default_streams(),
@@ -317,6 +327,12 @@ if __name__ == "__main__":
     bench(args, "mixed lengths", [c // scale for c in MIXED], size, steps, rounds)
     bench(args, "equal lengths", [2000 // scale] * 8, size, steps, rounds)
     bench(args, "a batch of one", [4000 // scale], size, steps, rounds)
+    # Steps in which the host is the limit.
+    tiny, one_slab = (64, 6, 4, 2), PoolConfig(preallocate=True)
+    bench(args, "tiny, equal lengths", [40] * 8, tiny, steps, rounds)
+    bench(args, "tiny, equal lengths, one slab", [40] * 8, tiny, steps, rounds, one_slab)
+    bench(args, "tiny, mixed lengths, one slab", [*range(40, 96, 7)], tiny, steps, rounds, one_slab)
+    bench(args, "tiny, a batch of one", [40], tiny, steps, rounds)
     models = ("deepseek_v3", "kimi_linear", "gemma4_text") if args.quick else MODELS
     for name in models:
         bench_model(args, name, [c // scale for c in MIXED], PREFIX // scale, steps // 2, rounds)

@@ -12,7 +12,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from ..spec import BLOCK_TOKENS
 from .quantised import Attended, Rows, concatenated, dense, part_of, scores, weighed
 
 # Keys and values that are dequantised at a time, or those of one head where these are more.
@@ -122,6 +124,45 @@ def attend_grouped(
     return _weigh(softmax(concatenated(columns, -1)), views, 0 if sinks is None else 1).astype(
         grouped.dtype
     )
+
+
+class AlikeAttention:
+    """attend_grouped() of members that read one run each of the same arrays [1, kv_heads, blocks *
+    256, ..], of float32 on a CPU, in one product: mlx picks the rows where they lie.
+
+    starts, counts: the first token of each member's run, which begins a block, and how many it has.
+    What follows the shorter ones there has no infinities, which a weight of 0 does not remove.
+    """
+
+    def __init__(
+        self, starts: Sequence[int], counts: Sequence[int], blocks: int, heads: int, dims: list[int]
+    ) -> None:
+        members, longest, tokens = len(starts), max(counts), blocks * BLOCK_TOKENS
+        seen = np.arange(longest) < np.array(counts)[:, None]
+        self._mask = None if seen.all() else mx.array(seen[:, None, None])
+        begins = np.array(starts)[:, None] // BLOCK_TOKENS + np.arange(heads) * blocks
+        self._picked = (
+            mx.arange(members * heads, dtype=mx.uint32).reshape(members, heads),
+            mx.array(begins.astype(np.uint32)),
+        )
+        # Of the last blocks they end outside of the array: only what is picked is read.
+        self._keys = (
+            (heads, blocks, dims[0], longest),
+            (tokens * dims[0], BLOCK_TOKENS * dims[0], 1, dims[0]),
+        )
+        self._values = [
+            ((heads, blocks, longest, dim), (tokens * dim, BLOCK_TOKENS * dim, dim, 1))
+            for dim in dims
+        ]
+
+    def attend(self, grouped: mx.array, held: Any, values: int) -> mx.array:
+        """held: the arrays of a layer, of which the first has the keys; values: which has those."""
+        columns = mx.gather_mm(grouped, mx.as_strided(held[0], *self._keys), *self._picked)
+        if self._mask is not None:
+            columns = mx.where(self._mask, columns, -mx.inf)
+        weights = mx.softmax(columns, axis=-1, precise=True)
+        read = mx.as_strided(held[values], *self._values[values])
+        return mx.gather_mm(weights, read, *self._picked).astype(grouped.dtype)
 
 
 def attend_causally(

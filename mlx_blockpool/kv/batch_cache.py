@@ -94,12 +94,17 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             raise AttributeError("keys")
 
     @property
-    def offset(self) -> mx.array:
-        own = (
-            mx.array(list(map(offset_of, self.members)))
-            if self._tentative is None
-            else self._tentative.offsets
-        )
+    def offset(self) -> int | mx.array:
+        """The position of the next token of each row; one number where all have the same, for which
+        a rotary embedding computes less.
+        """
+        if self._tentative is None:
+            places: list[int] = list(map(offset_of, self.members))
+            if places[1:] == places[:-1] and not self._chunks:
+                return places[0]
+            own = mx.array(places)
+        else:
+            own = self._tentative.offsets
         if not self._chunks:
             return own
         chunks = [c.offset + mx.arange(rows.stop - rows.start) for rows, c in self._chunks]
@@ -182,7 +187,12 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
                 mx.synchronize()
             step = step_of(self.members)
             put_rows(step.targets, first.place.index, rows)
-            step.advance(self.members)
+            for member in self.members:
+                if step.is_ring:
+                    member.advance(1)
+                else:
+                    # In each layer of each step: a call would be felt.
+                    member.offset += 1
         else:
             self._prompts = self._write_prompts(rows)
         return (self, self) if not rows[2:] else (self,) * len(rows)

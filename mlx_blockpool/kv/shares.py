@@ -23,6 +23,9 @@ from .slab import SlabRun
 # Work for other cores runs on these streams, each thread has its own.
 _helpers = [mx.new_thread_local_stream(mx.cpu)]
 MOST_STREAMS = 1 + len(_helpers)
+# Members that read the same number of these are read as one. It divides a block, so that the longer
+# ones end in their last block where the shorter ones do.
+ALIKE_TOKENS = 128
 
 # What members read together, and what each of them reads alone.
 Pieces = tuple[Sequence[SlabRun], Sequence[list[SlabRun]]]
@@ -53,6 +56,7 @@ class Share:
     shared, own:  where in the slabs their keys and values lie: those that all of them read, and
                   those of each member.
     cost:         how long it takes in relation to other shares.
+    alike:        the shares that are read as this one, by merged(); `own` has the runs of each.
     """
 
     members: tuple[int, ...]
@@ -61,6 +65,7 @@ class Share:
     rows: Sequence[int] = ()
     pieces: Pieces = ((), ())
     is_whole: bool = True
+    alike: Sequence[Share] = ()
 
     @cached_property
     def queries(self) -> tuple[slice | mx.array, slice]:
@@ -72,9 +77,9 @@ class Share:
 
     @cached_property
     def is_one_run(self) -> bool:
-        """Whether one member reads one run, and nothing with others."""
+        """Whether one member reads one run, or several alike, and nothing with others."""
         shared, own = self.pieces
-        return not shared and len(own) == 1 and len(own[0]) == 1
+        return not shared and len(own[0]) == 1 and (len(own) == 1 or bool(self.alike))
 
 
 class Shares:
@@ -199,6 +204,31 @@ def divide(shares: Sequence[Share], streams: int) -> list[list[Share]]:
         loads[least].append(piece)
         costs[least] += piece.cost
     return [sorted(load, key=lambda p: (p.members, p.heads)) for load in loads]
+
+
+def merged(shares: Sequence[Share]) -> list[Share]:
+    """The shares of members that read one run each in the same slab, about as long, as one; and
+    the others.
+    """
+    found: dict[tuple[int, int], list[Share]] = {}
+    for share in shares:
+        key = id(share), 0
+        if share.is_one_run and share.is_whole:
+            ((slab, _, count),) = share.pieces[1][0]
+            key = id(slab), -(-count // ALIKE_TOKENS)
+        found.setdefault(key, []).append(share)
+    return [alike[0] if len(alike) == 1 else _as_one(alike) for alike in found.values()]
+
+
+def _as_one(alike: list[Share]) -> Share:
+    return Share(
+        tuple(i for share in alike for i in share.members),
+        sum(share.cost for share in alike),
+        alike[0].heads,
+        [row for share in alike for row in share.rows],
+        ((), [share.pieces[1][0] for share in alike]),
+        alike=alike,
+    )
 
 
 def _by_heads(share: Share, parts: int) -> list[Share]:

@@ -43,11 +43,7 @@ class Slab:
         self.blocks = blocks
         self.forms = spec.forms(group.layer)
         self.is_plain = not any(self.forms)
-        self._dims = [array.dim for array in group.layer.arrays]
-        # mlx makes the same of a slice of all heads, once more in each layer of each step.
-        self._heads = [
-            mx.arange(array.heads, dtype=mx.uint32)[:, None] for array in group.layer.arrays
-        ]
+        self._heads = [array.heads for array in group.layer.arrays]
         self.layers: list[View] = [
             tuple(
                 as_rows(
@@ -61,7 +57,7 @@ class Slab:
             )
             for _ in group.layers
         ]
-        mx.eval(self.arrays(), self._heads)
+        mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
         """All arrays, layer by layer."""
@@ -88,22 +84,40 @@ class Slab:
             else:
                 put(held, where, given)
 
-    def scatter(self, index: int, places: mx.array, *rows: Rows) -> None:
-        """Put rows [1, heads, n, dim] of each array of the group's layer `index` at the tokens
-        `places` [n], of type uint32.
+    def scatter(self, index: int, places: tuple[mx.array, ...], *rows: Rows) -> None:
+        """Put rows [n, heads, 1, dim] of each array of the group's layer `index` at tokens:
+        `places` is what indices() has made of them.
 
         One scatter in place for each array, where n writes would be n operations.
         """
         held: Any
-        for held, given, dim, heads in zip(
-            self.layers[index], rows, self._dims, self._heads, strict=True
-        ):
-            where: Any = 0, heads, places
+        for held, given, heads in zip(self.layers[index], rows, self._heads, strict=True):
+            # Arrays of one layer may differ in heads.
+            where: Any = places
+            if heads < places[0].shape[1]:
+                where = tuple([part[:, :heads] for part in places])
             # A scatter of rows without numbers, as values of dimension 0, ends the process.
-            if dim and self.is_plain:
+            if given.shape[-1] and self.is_plain:
                 held[where] = given
-            elif dim:
+            elif given.shape[-1]:
                 put(held, where, given)
+
+    def clear(self, start: int, end: int) -> None:
+        """Zero tokens [start, end) in all layers, of arrays that are not quantised."""
+        for array in self.arrays():
+            array[:, :, start:end] = 0
+
+    def indices(self, tokens: list[int]) -> tuple[mx.array, ...]:
+        """Tokens [n] as three indices [n, heads, 1] of uint32, mlx's own type, which mlx would make
+        once more in each layer of each step.
+        """
+        shape = len(tokens), max(self._heads), 1
+        found = [
+            mx.zeros(shape, mx.uint32),
+            mx.arange(shape[1], dtype=mx.uint32)[None, :, None],
+            mx.array(tokens, mx.uint32)[:, None, None],
+        ]
+        return tuple([mx.contiguous(mx.broadcast_to(part, shape)) for part in found])
 
     def read(self, index: int, start: int, count: int) -> View:
         """Views of tokens [start, start + count) of each array of the group's layer `index`."""

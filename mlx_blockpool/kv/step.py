@@ -17,9 +17,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import PoolExhaustedError
-from ..spec import BLOCK_TOKENS, Form, WindowLayer
+from ..spec import BLOCK_TOKENS, Form, WindowLayer, blocks_for
 from .arena import KVArena, Place
 from .attention import (
+    AlikeAttention,
     attend_causally,
     attend_cluster,
     attend_grouped,
@@ -33,12 +34,23 @@ from .quantised import (
     Roles,
     Rows,
     View,
+    concatenated,
     each,
     in_form,
     part_of,
 )
 from .sequence import SequenceCache
-from .shares import MOST_STREAMS, Cluster, Pieces, Share, Shares, divide, find_clusters, pieces_of
+from .shares import (
+    MOST_STREAMS,
+    Cluster,
+    Pieces,
+    Share,
+    Shares,
+    divide,
+    find_clusters,
+    merged,
+    pieces_of,
+)
 from .slab import Slab, SlabRun
 
 # Keys times kv heads below which a second stream does not pay: about 0.4 ms. Not measured, as
@@ -46,10 +58,6 @@ from .slab import Slab, SlabRun
 PARALLEL_KEYS = 4000
 # What reading costs a row in addition to its keys, in keys.
 ROW_KEYS = 100
-# Rows that go to neighbouring places are one slice; more slices than these in one slab take longer
-# than a scatter. If all rows go to one slab, a scatter copies none of them, and is faster than two
-# slices.
-MOST_SLICES = 2
 # The offset between block ids of two pools; larger than any id.
 POOL_STRIDE = 2**40
 
@@ -103,14 +111,14 @@ class Member(SequenceCache):
 
 
 class Target(NamedTuple):
-    """Rows that go into one slab, None for all: to the token `start` and its neighbours, or to
-    the tokens `places`.
+    """Rows that go into one slab, None for all: one to the token `start`, several by the indices
+    `places`.
     """
 
     slab: Slab
     rows: tuple[slice | mx.array] | None
     start: int
-    places: mx.array | None
+    places: tuple[mx.array, ...] | None
 
 
 def step_of(members: Sequence[Member], counts: Sequence[int] | None = None) -> Step:
@@ -227,6 +235,7 @@ class Step:
                      one becomes it by move_on(). None if there is more to do.
     counts:          rows of each member.
     is_tentative:    whether commit() says which rows are kept.
+    is_ring:         whether the places of members wrap.
     path:            what the attention is counted as: the path of a plain step; of a tentative one
                      rows, or kernel_rows.
     reads_new_rows:  whether the new rows are read from what write() returned, as they are in no
@@ -247,7 +256,7 @@ class Step:
         self.is_tentative = counts is not None
         self.counts = [1] * len(members) if counts is None else list(counts)
         self.layer = members[0].place.layer
-        self._is_ring = isinstance(self.layer, WindowLayer)
+        self.is_ring = isinstance(self.layer, WindowLayer)
         self._forms = members[0].forms
         self._is_quantised = any(self._forms)
         # The rows of each member.
@@ -263,7 +272,16 @@ class Step:
         # for 16-bit numbers, one pass over the keys for each query head. Elsewhere it has no mask
         # for rows that are read next to a ring.
         self._uses_products = self.reads_new_rows or device() == "cpu"
+        # mlx multiplies picked matrices of float32 only on a CPU, and copies none there.
+        types = {arena.spec.dtype_of(array) for array in self.layer.arrays}
+        self._may_merge = (
+            device() == "cpu"
+            and types == {"float32"}
+            and not (self.is_tentative or self._is_quantised or self.is_ring)
+        )
         self._masks: dict[tuple[int, int], mx.array | None] = {}
+        # How members that are read as one are read in this step.
+        self._readings: dict[tuple[int, ...], AlikeAttention] = {}
         self._offsets: mx.array | None = None
         self._starts = [m.offset for m in members]
         self._kernel: KernelAttention | None = None
@@ -307,7 +325,7 @@ class Step:
         return [
             *policy,
             [
-                (offset + 1, place * self._is_ring, *table)
+                (offset + 1, place * self.is_ring, *table)
                 for (offset, _, *table), place in zip(of_members, nexts, strict=True)
             ],
         ]
@@ -333,7 +351,7 @@ class Step:
             for places, spots in self._destinations
         ]
         self.targets = [
-            Target(slab, rows, start + 1, None if places is None else places + 1)
+            Target(slab, rows, start + 1, places and (*places[:2], places[2] + 1))
             for slab, rows, start, places in self.targets
         ]
         most = getattr(self.layer, "max_size", None)
@@ -344,6 +362,7 @@ class Step:
                 self.sizes[i] += 1
         self._starts = [start + 1 for start in self._starts]
         self._offsets = None
+        self._readings = {}
         self.following = self._next_key()
 
     @property
@@ -393,15 +412,6 @@ class Step:
         )
         return out.reshape(rows, heads, 1, -1)
 
-    def advance(self, members: Sequence[Any]) -> None:
-        """Count one token of each member as written in one layer."""
-        for member in members:
-            if self._is_ring:
-                member.advance(1)
-            else:
-                # In each layer of each step: a call would be felt.
-                member.offset += 1
-
     def commit(self, members: Sequence[Member], new: View | None, kept: Sequence[int]) -> None:
         """Keep the first kept[i] rows of each member in one layer, and none of the others; `new`
         is what write() returned.
@@ -425,8 +435,11 @@ class Step:
         if share.is_one_run and roles.keys == 1 and not (self._is_quantised or new):
             # What most members read in most steps, with the fewest calls.
             slab, start, count = share.pieces[1][0][0]
-            where = slice(None), heads, slice(start, start + count)
             held: Any = slab.layers[index]
+            if share.alike and sinks is None:
+                reading = self._readings.get(share.members) or self._reading_of(share)
+                return reading.attend(mine, held, roles.values)
+            where = slice(None), heads, slice(start, start + count)
             keys, values = held[0][where], held[roles.values][where]
             if not self._uses_products:
                 return attend_causally(mine, keys, values, sinks)
@@ -434,6 +447,10 @@ class Step:
                 weights = softmax(mine @ keys.swapaxes(-1, -2)).astype(values.dtype)
                 out: mx.array = (weights @ values).astype(mine.dtype)
                 return out
+        if share.alike:
+            return concatenated(
+                [self._read(each, index, grouped, new, sinks, roles) for each in share.alike]
+            )
         members, (first, last), (shared, own) = share.members, share.heads, share.pieces
         tails = [
             [
@@ -455,6 +472,15 @@ class Step:
         return attend_cluster(
             mine, together, tails, sinks, [self.counts[i] for i in members], masks
         )
+
+    def _reading_of(self, share: Share) -> AlikeAttention:
+        runs = [run for (run,) in share.pieces[1]]
+        slabs, starts, counts = zip(*runs, strict=True)
+        dims = [array.dim for array in self.layer.arrays]
+        found = self._readings[share.members] = AlikeAttention(
+            starts, counts, slabs[0].blocks, self.layer.kv_heads, dims
+        )
+        return found
 
     def _new_rows(self, member: int, new: View, heads: slice, roles: Roles) -> Attended:
         where = (self._rows[member], heads)
@@ -493,11 +519,13 @@ class Step:
             for row, (slab, token) in enumerate(spots[:count], rows.start):
                 found.setdefault(id(slab), (slab, {}))[1][token] = row
         num_rows = self._rows[-1].stop
-        pairs = (
-            (slab, sorted((row, token) for token, row in rows.items()))
-            for slab, rows in found.values()
-        )
-        return [target for slab, own in pairs for target in _targets_in(slab, own, num_rows)]
+        targets = []
+        for slab, own in found.values():
+            tokens = sorted(own, key=own.__getitem__)
+            places = slab.indices(tokens) if tokens[1:] else None
+            of_slab = _index_of(sorted(own.values()), num_rows)
+            targets.append(Target(slab, of_slab, tokens[0], places))
+        return targets
 
     def _divided(
         self, pieces: Mapping[tuple[int, ...], Pieces], streams: int
@@ -511,12 +539,16 @@ class Step:
                 cost += self.counts[i] * (ROW_KEYS + self.sizes[i])
             shares.append(Share(members, cost, heads, rows, runs))
         streams = min(streams, MOST_STREAMS)
-        if (
-            streams == 1
-            or sum(share.cost for share in shares) * self.layer.kv_heads < PARALLEL_KEYS
-        ):
-            return [shares]
-        return divide(shares, streams)
+        keys = sum(share.cost for share in shares) * self.layer.kv_heads
+        loads = [shares] if streams == 1 or keys < PARALLEL_KEYS else divide(shares, streams)
+        if not self._may_merge:
+            return loads
+        loads = [merged(load) for load in loads]
+        for share in (share for load in loads for share in load if share.alike):
+            for ((slab, start, count),) in share.pieces[1]:
+                # Another sequence may have left infinities there.
+                slab.clear(start + count, start + blocks_for(count) * BLOCK_TOKENS)
+        return loads
 
 
 class WindowStep(Step):
@@ -579,27 +611,6 @@ def _causal(count: int) -> np.ndarray[Any, Any]:
     return np.tril(np.ones((count, count), bool))
 
 
-def _targets_in(slab: Slab, pairs: list[tuple[int, int]], num_rows: int) -> list[Target]:
-    """Targets of pairs of a row, of num_rows in the step, and its token in the slab."""
-    slices: list[tuple[list[int], int]] = []
-    for row, token in pairs:
-        if slices and row == slices[-1][0][-1] + 1 and token == slices[-1][1] + len(slices[-1][0]):
-            slices[-1][0].append(row)
-        else:
-            slices.append(([row], token))
-    if len(slices) <= (1 if len(pairs) == num_rows else MOST_SLICES):
-        return [Target(slab, _index_of(rows, num_rows), token, None) for rows, token in slices]
-    return [
-        Target(
-            slab,
-            _index_of([row for row, _ in pairs], num_rows),
-            0,
-            # Of the type of mlx's own indices, or each layer would convert both.
-            mx.array([token for _, token in pairs], mx.uint32),
-        )
-    ]
-
-
 def _index_of(rows: list[int], num_rows: int) -> tuple[slice | mx.array] | None:
     """Ascending rows as an index of the first axis; None for all."""
     if len(rows) == num_rows:
@@ -611,23 +622,19 @@ def _index_of(rows: list[int], num_rows: int) -> tuple[slice | mx.array] | None:
 
 def put_rows(targets: list[Target], index: int, new: View) -> None:
     """Put rows [rows, heads, 1, dim] of each array where they go in the group's layer `index`."""
-    if targets[1:] and not targets[0].slab.is_plain:
+    is_plain = not targets or targets[0].slab.is_plain
+    if targets[1:] and not is_plain:
         # One target quantises what it puts. For several the rows are quantised once.
         new = targets[0].slab.as_written(*new)
-    plain: Any = new if targets and targets[0].slab.is_plain else None
     for slab, rows, start, places in targets:
         view: Any = new
-        if plain is not None:
+        if rows is not None:
             # In each layer of each step: a call for each array would be felt.
-            if rows is not None:
-                view = tuple([given[rows] for given in plain])
-            if view[0].shape[0] > 1:
-                view = tuple([given.swapaxes(0, 2) for given in view])
-        else:
-            if rows is not None:
-                view = tuple([part_of(given, rows) for given in new])
-            if view[0].shape[0] > 1:
-                view = tuple([_as_tokens(given) for given in view])
+            view = (
+                [given[rows] for given in view]
+                if is_plain
+                else [part_of(given, rows) for given in new]
+            )
         if places is None:
             slab.write(index, start, *view)
         else:

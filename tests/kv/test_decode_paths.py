@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -431,6 +432,31 @@ def test_a_shared_prefix_of_several_runs() -> None:
     for _ in range(3):
         batch.step()
     assert batch.took() == {"shared"}
+
+
+def test_members_about_as_long_are_read_in_one_product_and_nothing_after_their_last_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of seven members that share a slab. What another sequence has left in their blocks
+    would make all of them NaN.
+    """
+    batch = Batch("llama", "ragged")
+    for i, length in enumerate((40, 47, 61, 44, 90, 52, 127)):
+        mine, needed = batch.prefill(prompt(length, i))
+        for cache in mine:
+            ((slab, start, count),) = cache.sequence.slab_runs(cache.place.group, length)
+            for array in slab.layers[cache.place.index]:
+                array[:, :, start + count : start + 256] = mx.nan
+        batch.join(mine, needed, 3 + i)
+    products = Mock(wraps=mx.gather_mm)
+    monkeypatch.setattr(mx, "gather_mm", products)
+    for step in range(140):
+        batch.step()
+        if step == 70:
+            batch.leave(5)
+    rows = {call.args[0].shape[0] for call in products.call_args_list}
+    assert rows == {2, 3}
+    assert batch.took() == {"ragged"}
 
 
 @pytest.mark.parametrize("path", PATHS)

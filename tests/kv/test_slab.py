@@ -159,8 +159,8 @@ def test_one_token_of_each_sequence_is_put_in_its_place(bits: KVBits) -> None:
     ]
     mx.eval(expected)
     del before
-    stacked = tuple(mx.concatenate(pair, axis=2) for pair in zip(*rows[1:], strict=True))
-    slab.scatter(0, mx.array([7, 20]), *stacked)
+    stacked = tuple(mx.concatenate(pair) for pair in zip(*rows[1:], strict=True))
+    slab.scatter(0, slab.indices([7, 20]), *stacked)
     assert same(slab.read(0, 0, 256), tuple(expected))
 
 
