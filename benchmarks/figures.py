@@ -531,9 +531,10 @@ class Figures:
             for case, line in lines.items()
             for name in names
         ]
-        device = "Medians of {repeat} rounds; {device}, mlx {mlx}, mlx-lm {mlx_lm}; load {load}."
+        rounds = next(iter(lines.values()))["repeat"]
+        where = "Rounds: {rounds}. {device}, mlx {mlx}, mlx-lm {mlx_lm}; load average {load}."
         tables = _table(head, servers), _table(["workload", "server", *COMPARED], rows)
-        return "\n\n".join([device.format(**starts), *tables])
+        return "\n\n".join([where.format(**starts, rounds=rounds), *tables])
 
     def routers(self) -> str:
         lines = [line for (bench, _), (_, line) in self._lines.items() if bench == "routers"]

@@ -24,7 +24,7 @@ from typing import Any
 
 from smollm2 import CACHE, gguf_of
 
-# A llama.cpp server with room for eight agents in one buffer of keys and values.
+# A llama.cpp server for eight agents with one buffer of keys and values.
 LLAMA = """
 import sys, threading, xllamacpp
 params = xllamacpp.CommonParams()
