@@ -17,9 +17,6 @@ from mlx_blockpool.hooks import (
     text_of,
 )
 
-from .dates import statements
-from .environment import separate, working_directories
-
 # Lines are searched by the end of the line before, which is many times faster than by `^`.
 # A line for the servers of a client's vendor. Claude Code's changes from one conversation to the
 # next.
@@ -119,6 +116,9 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
+    # Compiling the patterns of these modules takes as long as all other plugins.
+    from .dates import statements
+
     moved: list[str] = []
 
     def take(text: str) -> str:
@@ -175,6 +175,9 @@ def move_environment(messages: Sequence[Message], replies: Replies) -> list[Mess
 
 def _separated(message: Message, directories: Collection[str]) -> tuple[Message, list[str]]:
     """A message without what it says of the environment if it is the system's, and that."""
+    # As in move_dates().
+    from .environment import separate
+
     moved: list[str] = []
     if not directories or message.get("role") not in SYSTEM:
         return message, moved
@@ -199,6 +202,9 @@ def _first_user(messages: Sequence[Message]) -> int | None:
 
 
 def _directories(message: Message) -> Iterator[str]:
+    # As in move_dates().
+    from .environment import working_directories
+
     # What a client states is at the beginning.
     return working_directories(text_of(message, "\n")[:PIECE])
 

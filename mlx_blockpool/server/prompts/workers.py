@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import pickle
 import signal
@@ -63,6 +64,8 @@ class ForkServer:
 
     def fork(self) -> None:
         """Fork it from this process, which has no threads and has imported what workers need."""
+        # Loading a tokenizer imports what all configs of models need; workers share that.
+        importlib.import_module("transformers.models.llama.configuration_llama")
         ours, theirs = socket.socketpair()
         process = os.fork()
         if process == 0:
