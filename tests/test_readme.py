@@ -5,6 +5,7 @@ show are those of the package.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import inspect
 import io
@@ -185,6 +186,27 @@ def test_what_is_measured_is_as_many_as_the_page_says() -> None:
         f"{measuring.MEMBERS[-1]} requests and a context of {CONTEXT + measuring.MORE_CONTEXT:,} "
         "tokens" in when
     )
+
+
+def test_messages_to_look_up_are_those_of_the_package() -> None:
+    sources = (ROOT / "mlx_blockpool").rglob("*.py")
+    said = [
+        node.value
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    messages = [
+        part.strip()
+        for heading in ("It does not start", "It is slow")
+        for row in rows(section("mlx_blockpool/troubleshooting.md", heading))
+        for message in re.findall(r"`([^`]* [^`]*)`", row[0])
+        # The system's own words follow the dots of this one.
+        for part in re.split(r" \.\. (?:Address already in use)?|DIR", message)
+        if part.strip()
+    ]
+    assert len(messages) >= 8
+    assert [part for part in messages if not any(part in text for text in said)] == []
 
 
 def test_the_normalisers_are_those_of_the_package() -> None:
