@@ -9,6 +9,7 @@ could not be noticed, or would need a measurement.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -98,6 +99,7 @@ def possible_settings(package: Path = PACKAGE) -> list[str]:
     ]
 
 
+@functools.cache
 def constants(package: Path = PACKAGE) -> list[str]:
     """All numeric constants of modules outside config.py, as "module:NAME"."""
     files = sorted(file for file in package.rglob("*.py") if file != package / "config.py")

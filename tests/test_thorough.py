@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from thorough import cover, draw, seeds
+from thorough import TRIES, cover, draw, only, seeds
 
 
 def test_a_sample_has_every_value_of_every_parameter() -> None:
@@ -23,8 +23,13 @@ def test_a_sample_has_every_value_of_every_parameter() -> None:
     assert len(chosen) == 4
 
 
-def test_seeds_beyond_the_first_are_thorough() -> None:
-    assert seeds(2, 3) == [0, 1, pytest.param(2, marks=pytest.mark.thorough)]
+def test_seeds_beyond_the_first_are_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = pytest.param(2, marks=pytest.mark.thorough)
+    monkeypatch.setenv(TRIES, "thorough")
+    assert seeds(2, 3) == [0, 1, last]
+    monkeypatch.delenv(TRIES)
+    assert seeds(2, 3) == [0, 1]
+    assert only([2]) == [last]
 
 
 class Item:

@@ -46,6 +46,7 @@ SPECS = {
         "float32",
     ),
 }
+NAMES = {spec: name for name, spec in SPECS.items()}
 
 
 @pytest.mark.sampled
@@ -63,7 +64,7 @@ def test_a_conversation_goes_on_after_a_restart(
     assert again.stored.restores.num_unread == 0
 
 
-@pytest.mark.parametrize("spec", only(SPECS.values(), SPECS["no full"]), ids=SPECS)
+@pytest.mark.parametrize("spec", only(SPECS.values(), SPECS["no full"]), ids=NAMES.get)
 def test_what_was_written_behind_serves_after_a_kill(tmp_path: Path, spec: ModelCacheSpec) -> None:
     """Turns that are shorter than the window: the last whole block can be resumed though no tail
     was written.
@@ -135,7 +136,7 @@ def test_agents_share_what_their_system_prompt_left_on_disk(
     assert again.answer([*system, 49, 48, 47]) == 900
 
 
-@pytest.mark.parametrize("spec", only(SPECS.values(), SPECS["two windows"]), ids=SPECS)
+@pytest.mark.parametrize("spec", only(SPECS.values(), SPECS["two windows"]), ids=NAMES.get)
 def test_each_token_is_written_about_once(tmp_path: Path, spec: ModelCacheSpec) -> None:
     disk = WatchedDisk(tmp_path)
     life = Life(spec, tmp_path, disk)
@@ -168,7 +169,9 @@ def quantised(spec: ModelCacheSpec, kv: KVBits) -> ModelCacheSpec:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("spec", only(SPECS.values(), SPECS["mixed"], SPECS["no full"]), ids=SPECS)
+@pytest.mark.parametrize(
+    "spec", only(SPECS.values(), SPECS["mixed"], SPECS["no full"]), ids=NAMES.get
+)
 @pytest.mark.parametrize("kv", only(BITS, None, BITS[2]))
 @pytest.mark.parametrize("seed", seeds(1, 6))
 def test_any_history_with_kills_in_between_gives_the_right_keys(
@@ -293,7 +296,7 @@ class CountingDisk(QuickDisk):
         self.most = max(self.most, sum(path.stat().st_size for path in files))
 
 
-@pytest.mark.parametrize("spec", only(SPECS.values(), SPECS["more arrays"]), ids=SPECS)
+@pytest.mark.parametrize("spec", only(SPECS.values(), SPECS["more arrays"]), ids=NAMES.get)
 def test_the_budget_holds_for_records_of_every_kind(tmp_path: Path, spec: ModelCacheSpec) -> None:
     budget = 60_000
     disk = CountingDisk(tmp_path)
