@@ -20,8 +20,6 @@ from .text_source import BREAK
 STEP_TOKENS = 8192
 # Contexts of batches are distinguished by this many tokens.
 CONTEXT_TOKENS = 512
-# A guess of the head takes this part of a plain step, until one was timed.
-ASSUMED_GUESS = 0.1
 # Agents that are remembered, and the tokens of the replies of each.
 MOST_AGENTS = 64
 MOST_TOKENS = 8192
@@ -38,6 +36,7 @@ class Drafting:
     priors:  what is known of each source's acceptance, by its name.
     replies: the last replies of agents.
     has_head: the model has a prediction head, which guesses too.
+    guess_share: the part of a plain step that a guess takes, until one was timed.
     """
 
     def __init__(
@@ -48,13 +47,14 @@ class Drafting:
         counts: Counter[str] | None = None,
         padded: bool = False,
         has_head: bool = False,
+        guess_share: float = 0.1,
     ) -> None:
         assert drafts == "auto" or isinstance(drafts, int), f"drafts are {drafts!r}"
         self.fixed = None if isinstance(drafts, str) else drafts
         self.most = most if self.fixed is None else self.fixed
         self.curve = curve
         self._padded = padded
-        self._has_head = has_head
+        self._has_head, self._guess_share = has_head, guess_share
         # The seconds of a guess of the head, by the members of the batch.
         self._guesses: dict[int, float] = {}
         self.counts: Counter[str] = Counter() if counts is None else counts
@@ -134,7 +134,7 @@ class Drafting:
             texts = [] if drafter is None else drafter.outlook(self.most, least)
             found.append([] if sum(texts) >= sum(guesses) else guesses)
         members = len(drafters)
-        seconds = self._guesses.get(members, curve.plain_seconds(members) * ASSUMED_GUESS)
+        seconds = self._guesses.get(members, curve.plain_seconds(members) * self._guess_share)
         return max(self._chosen(found, curve.with_guesses(members, seconds), again), default=0)
 
     def note_guesses(self, members: int, guesses: int, seconds: float) -> None:

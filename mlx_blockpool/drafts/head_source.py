@@ -14,20 +14,19 @@ from .draft import NOTHING, Draft
 HEAD = "head"
 # What is assumed of a head before any of its guesses has been seen, by the guesses before them.
 HEAD_ASSUMED = [0.8, 0.7, 0.6, *[0.5] * (len(BUCKETS) - 2)]
-# After this many tokens without a guess, what a request has shown of the head is forgotten.
-FORGOTTEN_AFTER = 64
 
 
 class HeadSource:
     """Guesses that cost a forward of the head, so that none is made to learn only.
 
     acceptance: how often a guess is right if those before it are, by how many are before it.
+    memory:     after this many tokens without a guess, what the request has shown is forgotten.
     """
 
     name = HEAD
 
-    def __init__(self, prior: list[float]) -> None:
-        self._prior = prior
+    def __init__(self, prior: list[float], memory: int = 64) -> None:
+        self._prior, self._memory = prior, memory
         self.acceptance = AcceptanceRates(prior)
         # What was guessed after the token that is emitted next, and how much of it has come.
         self._guessed: Sequence[int] = ()
@@ -69,6 +68,6 @@ class HeadSource:
                 self._guessed = ()
             return
         self._num_idle += 1
-        if self._num_idle == FORGOTTEN_AFTER:
+        if self._num_idle == self._memory:
             self.acceptance = AcceptanceRates(self._prior)
             self._num_idle = 0

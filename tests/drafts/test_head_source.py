@@ -8,7 +8,7 @@ import pytest
 
 from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.drafts.drafting import Drafting
-from mlx_blockpool.drafts.head_source import FORGOTTEN_AFTER, HEAD_ASSUMED, HeadSource
+from mlx_blockpool.drafts.head_source import HEAD_ASSUMED, HeadSource
 
 FLAT = CostCurve.from_points({1: 1.0, 2: 1.01, 4: 1.02, 8: 1.04, 16: 1.1})
 STEEP = CostCurve.from_points({1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0, 16: 16.0})
@@ -40,13 +40,13 @@ def test_each_guess_is_learned_from_once_until_one_is_wrong() -> None:
 
 
 def test_what_a_request_has_shown_is_forgotten_without_guesses() -> None:
-    source = HeadSource(list(HEAD_ASSUMED))
+    source = HeadSource(list(HEAD_ASSUMED), memory=30)
     for _ in range(20):
         source.propose(7, [8])
         source.observe(7)
         source.observe(5)
     assert source.outlook(1)[0] < 0.1
-    for token in range(FORGOTTEN_AFTER):
+    for token in range(30):
         source.observe(token)
     assert source.outlook(1)[0] > 0.5
 
