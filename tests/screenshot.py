@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import expect, sync_playwright
+from server.conftest import BROWSERS
 from server.processes import process, send
-from server.test_page_in_browser import PROGRAMS
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "mlx_blockpool/server/watch/page/picture.png"
@@ -56,7 +56,7 @@ def show(port: int) -> None:
     """Let the agents talk, and take the picture while they go on."""
     talk(port, 3).wait()
     send(port, "/v1/agents/planner/pin", {})
-    program = next(filter(None, map(shutil.which, PROGRAMS)))
+    program = next(filter(None, map(shutil.which, BROWSERS)))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")

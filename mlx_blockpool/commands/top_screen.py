@@ -149,6 +149,10 @@ def _figures(facts: Report, width: int) -> list[Text]:
             f"; first token after {times[-1]['median']:.2f} s, {times[-1]['p95']:.2f} s at the "
             "95th percentile"
         )
+    if saved := cache.get("seconds_saved"):
+        words = f"{saved['since_start']:,.1f} s of prefill since the start"
+        since = f"{saved['since_installation']:,.1f} s since installation"
+        lines.append(_line(f"{'saved':<{LABEL}}{words}, {since}"))
     engine, drafts = cache.get("engine") or {}, cache.get("drafts") or {}
     counts = {"decode_steps": "steps", "tokens": "tokens", "swapped_out": "preempted"}
     if engine.get("jumps"):

@@ -74,6 +74,12 @@ def talk(url: str, agent: str, turns: int) -> None:
         )
 
 
+def saved(url: str) -> float:
+    """The seconds of prefill that reuse has saved since the server's start."""
+    with urllib.request.urlopen(f"{url}/v1/cache") as response:
+        return float(json.loads(response.read())["seconds_saved"]["since_start"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Five agents talk to a server at the same time.")
     parser.add_argument("--url", default="http://127.0.0.1:8080", help="the server")
@@ -83,8 +89,10 @@ def main() -> None:
         args.url = check_url(args.url)
     except BlockpoolError as error:
         parser.error(str(error))
+    before = saved(args.url)
     with ThreadPoolExecutor(len(AGENTS)) as threads:
         list(threads.map(lambda agent: talk(args.url, agent, args.turns), AGENTS))
+    print(f"Reuse has saved {saved(args.url) - before:.1f} s of prefill.")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import BlockpoolError
+from ..formatting import client_settings
 from .access import HELLO, own_figures
 from .api.errors import openai_status
 from .api.ollama import RUNNING
@@ -24,7 +25,12 @@ def _answer_root(handler: Any) -> None:
 def _answer_cache(handler: Any) -> None:
     scope, generator = handler.scope, handler.scope.generator
     report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
-    counts = {"prompts": generator.prompts.counts, "forms": generator.forms.report}
+    counts = {
+        "prompts": generator.prompts.counts,
+        "forms": generator.forms.report,
+        "clients": client_settings("$url", "$key"),
+        "seconds_saved": generator.registry.speeds.saved(),
+    }
     handler.send_json(200, {**report, **counts, "health": generator.health_report()[1]})
 
 

@@ -392,6 +392,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.step_driver.end()
         self._fail_all(UnavailableError(STOPS))
         # Models and caches must be dropped on this thread, under its stream.
+        self.registry.speeds.remember_saved()
         self.registry.close()
 
     # -- models ------------------------------------------------------------------------------------

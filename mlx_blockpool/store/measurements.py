@@ -20,6 +20,8 @@ from .db import Database, keep_last
 log = logging.getLogger(__name__)
 
 MOST_MODELS = 256
+# The row of the seconds that reuse has saved.
+SAVED = "saved"
 
 
 class MeasuredOn(NamedTuple):
@@ -55,6 +57,27 @@ class Measurements:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             log.info("measurements cannot be read: %s", error)
             return {}
+
+    def add_saved(self, seconds: float) -> float:
+        """Add to the seconds that reuse has saved in this folder since the installation.
+
+        Returns their sum; `seconds` alone if the disk fails.
+        """
+        select = "SELECT figures FROM measurements WHERE measured_on = ?"
+        try:
+            rows = self._database.rows(select, SAVED)
+            if not seconds:
+                return float(rows[0][0]) if rows else 0.0
+            with self._database.transaction() as connection:
+                connection.execute(
+                    "INSERT OR REPLACE INTO measurements VALUES "
+                    f"(?, '', '', coalesce(({select}), 0) + ?)",
+                    (SAVED, SAVED, seconds),
+                )
+            return float(self._database.rows(select, SAVED)[0][0])
+        except (OSError, ValueError, TypeError) as error:
+            log.info("saved seconds are not remembered: %s", error)
+            return seconds
 
     def save(self, on: MeasuredOn, model: str, figures: Mapping[str, Any]) -> None:
         """Add `figures` that JSON can hold; those of the same name are replaced.

@@ -62,6 +62,7 @@ FACTS: dict[str, Any] = {
         "array_bytes": 3_900_000,
         "pool_bytes": 4_000_000,
         "alarm": None,
+        "seconds_saved": {"since_start": 90.0, "since_installation": 1234.5},
         "kv_bits": {"keys": 8, "values": 4, "group_size": 64},
         "groups": [
             {"group": "full x4", "total": 100, "held": 1, "pinned": 20, "evictable": 29, "free": 50}
@@ -155,6 +156,7 @@ def test_the_words_have_every_fact() -> None:
         "! big: no room",
         "changing models: draining, demo -> big",
         "3.0 MB of 4.0 MB, 8-bit keys and 4-bit values",
+        "90.0 s of prefill since the start, 1,234.5 s since installation",
         "75 % of 40 prompt tokens reused; first token after 0.50 s, 1.25 s at the 95th percentile",
         "1,234 steps, 99 tokens, 2 preempted, 75 % of 2,000 drafted tokens accepted",
         "1 held, 20 pinned, 29 cached, 50 free: full x4",

@@ -100,6 +100,19 @@ def test_steps_are_told_apart_by_what_the_engine_has_counted() -> None:
     assert counts.drifts["ragged"].ratio == counts.drifts["shared"].ratio == 1.0
 
 
+def test_seconds_saved_are_cached_tokens_times_the_measured_seconds_of_a_computed_one() -> None:
+    events = EventLog().of_model("m")
+    counts = events.counts
+    RequestWatch(events, RequestOptions(), 1000).started(700, None)
+    assert counts.seconds_saved == 0.0
+    engine = {"chunks": 1, "mixed": 0, "tokens": 1, "prompt_tokens": 300}
+    counts.count_step(engine, 1.5)
+    assert counts.seconds_saved == 700 * 1.5 / 300
+    # Of a mixed step, the seconds of the rows of the prompt.
+    counts.count_step({"chunks": 2, "mixed": 1, "tokens": 5, "prompt_tokens": 396}, 1.0)
+    assert counts.seconds_saved == 700 * (1.5 + 0.96) / (300 + 96)
+
+
 def test_the_jumps_of_all_engines_are_counted() -> None:
     counts, before = ModelCounts(), {"chunks": 0, "decode_steps": 0, "tokens": 0}
     for jumps in (2, 5, 0, 1):

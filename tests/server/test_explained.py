@@ -425,6 +425,16 @@ def test_an_unknown_request_is_404(server: Client) -> None:
         assert len(json.dumps(answer)) < 400
 
 
+def test_avoidable_misses_are_kept_apart_from_later_requests(server: Client) -> None:
+    kept = Explanations(3)
+    for i, cause in enumerate(("differs", "new", "evicted", *["all"] * 3)):
+        first = Explanation(f"req_{i}", float(i), "/", "m", None, cause=cause)
+        kept.add(Explained(first, Chat([], server.generator.normalisers, ())))
+    missed = kept.latest(9, ExplanationReader(), are_avoidable=True)
+    assert [each.cause for each in missed] == ["evicted", "differs"]
+    assert [each.cause for each in kept.latest(9, ExplanationReader())] == ["all"] * 3
+
+
 def test_the_oldest_are_forgotten(server: Client) -> None:
     kept = Explanations(3)
     for i in range(5):

@@ -19,6 +19,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.commands import top, top_screen
+from mlx_blockpool.formatting import client_settings
 from server.serving import Client, blockpool_server, until
 
 pytestmark = pytest.mark.server("--pool-bytes 30MB", model="llama", is_stored=True)
@@ -188,6 +189,30 @@ def test_an_agent_is_shown_and_pinned_after_a_question(
     until(lambda: HOSTILE in pinned_names(server))
     clock.pass_a_second()
     expect(tab.locator("#agent-table .chip-pinned")).to_have_text("pinned")
+
+
+def test_the_page_connects_clients_and_chats(server: Client, visit: Callable[..., Any]) -> None:
+    tab = visit(server)
+    lines = client_settings(f"http://127.0.0.1:{server.port}")
+    expect(tab.locator("#connect code")).to_have_text(list(lines.values()))
+    tab.get_by_role("button", name="Copy the line for Codex").click()
+    expect(tab.locator("#said")).to_contain_text(re.compile("copied|does not let"))
+    tab.locator("#chat-input").fill(HOSTILE)
+    tab.keyboard.press("Enter")
+    expect(tab.locator("#chat-log .is-user p")).to_have_text(HOSTILE)
+    expect(tab.locator("#chat-note")).to_contain_text("prompt tokens were cached")
+    expect(tab.locator("#chat-send")).to_have_text("Send")
+    tab.locator("#chat-clear").click()
+    expect(tab.locator("#chat-log")).to_be_hidden()
+    saved = server.send("/v1/cache")[1]["seconds_saved"]
+    assert saved["since_installation"] >= saved["since_start"]
+    expect(tab.locator(".tile", has_text="Prefill saved")).to_contain_text("since installation")
+    tops = [
+        tab.locator(f"#h-{name}").bounding_box()["y"] for name in ("running", "agents", "blocks")
+    ]
+    assert tops == sorted(tops)
+    tab.locator("#agent-table").get_by_role("button", name="Tokens").click()
+    expect(tab.locator("#agent-table [aria-sort=descending]")).to_have_text("Tokens")
 
 
 @contextmanager

@@ -17,6 +17,8 @@ class Measured(NamedTuple):
 
 def measured_in(root: Path) -> list[Measured]:
     """What was measured, in the order in which it was; without what models were proven to do."""
-    rows = Database(root).rows("SELECT model, date, figures FROM measurements ORDER BY rowid")
+    rows = Database(root).rows(
+        "SELECT model, date, figures FROM measurements WHERE model != '' ORDER BY rowid"
+    )
     found = [Measured(model, date, json.loads(figures)) for model, date, figures in rows]
     return [measured for measured in found if "proof" not in measured.figures]

@@ -82,3 +82,11 @@ def test_a_damaged_row_costs_no_other(tmp_path: Path) -> None:
         connection.execute("INSERT INTO measurements VALUES ('damaged', 'small', '', 'damaged')")
     found.save(ON, "tiny", {"paths": [1]})
     assert found.figures(ON) == {"curve": CURVE, "paths": [1]}
+
+
+def test_seconds_saved_are_added_up_over_starts(tmp_path: Path) -> None:
+    first, other = Measurements(tmp_path), Measurements(tmp_path)
+    assert first.add_saved(0.0) == 0.0
+    assert [first.add_saved(2.5), other.add_saved(1.25), first.add_saved(0.5)] == [2.5, 3.75, 4.25]
+    assert Measurements(tmp_path).add_saved(0.0) == 4.25
+    assert Measurements(None).add_saved(1.0) == 1.0

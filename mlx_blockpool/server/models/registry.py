@@ -613,6 +613,8 @@ class ModelSpeeds:
         self._measurements = measurements
         # When a measuring was tried last.
         self._tried = 0.0
+        # Seconds saved before this start, and those since that are remembered.
+        self._saved_before, self._remembered = measurements.add_saved(0.0), 0.0
 
     def at_load(self, model: LoadedModel, caches: PooledCaches) -> PooledCaches:
         """The caches of a model that is being loaded, with the figures that are remembered."""
@@ -620,6 +622,23 @@ class ModelSpeeds:
 
     def probe_of(self, name: str, weights: str) -> Probe:
         return remembering(self._measurements, weights, name)
+
+    def saved(self) -> dict[str, float]:
+        """The seconds of prefill that reuse has saved."""
+        models = self._registry.log.models.values()
+        since_start = sum(events.counts.seconds_saved for events in models)
+        found = {
+            "since_start": since_start,
+            "since_installation": self._saved_before + since_start,
+        }
+        return {name: round(seconds, 3) for name, seconds in found.items()}
+
+    def remember_saved(self) -> None:
+        """Write the seconds that were saved since the last call into the store's database."""
+        now = self.saved()["since_start"]
+        if now != self._remembered:
+            self._measurements.add_saved(now - self._remembered)
+            self._remembered = now
 
     def catch_up(self) -> None:
         """Measure loaded models that are not measured yet, if the server is quiet, until
@@ -631,6 +650,7 @@ class ModelSpeeds:
             < self._registry.config.quiet_seconds
         ):
             return
+        self.remember_saved()
         for model in loaded:
             if isinstance(model.caches, PooledCaches) and model.caches.is_unmeasured:
                 self._tried = now

@@ -130,6 +130,7 @@ class ModelCounts:
                  started.
     hits:        tokens of prompts by the tier that had them. misses, missed_tokens: by the cause,
                  where not all were cached.
+    computed_tokens, computing: tokens of prompts that were computed, and the seconds of that.
     swaps:       preempted and resumed sequences.          steps:       seconds of chunks of prefill
                  and of decode steps.
     forced_tokens, jumps: tokens that a form forced and that were computed together, and how often
@@ -147,6 +148,7 @@ class ModelCounts:
             self.verifications
         ) = 0
         self.restored_tokens = self.restored_bytes = self.num_restores = 0
+        self.computed_tokens, self.computing = 0, 0.0
         self.ended: Counter[str] = Counter()
         self.hits: Counter[str] = Counter(memory=0, disk=0)
         self.misses: Counter[str] = Counter()
@@ -166,6 +168,11 @@ class ModelCounts:
     @property
     def num_waiting(self) -> int:
         return max(0, self.num_begun - self.num_ended - self.num_running)
+
+    @property
+    def seconds_saved(self) -> float:
+        """Cached tokens of prompts times the measured seconds of a computed one."""
+        return self.hits.total() * self.computing / max(1, self.computed_tokens)
 
     def begin_request(self) -> None:
         with self._changing:
@@ -190,6 +197,10 @@ class ModelCounts:
                     (self.drafted if what == "drafted" else self.accepted)[source] += count
         if new["chunks"]:
             self.steps["prefill"].observe(seconds)
+            # A mixed step has a row for each token, those of replies included.
+            tokens, rows = new["prompt_tokens"], new["tokens"] if new["mixed"] else 0
+            self.computed_tokens += tokens
+            self.computing += seconds * tokens / max(1, tokens + rows)
         elif new["decode_steps"]:
             self.steps["decode"].observe(seconds)
             taken = [path for path, count in self.paths.items() if count != self._paths.get(path)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -33,7 +33,9 @@ from .divergence import Chat, Difference
 log = logging.getLogger(__name__)
 
 PATH = "/v1/cache/explain"
-LISTED = 20
+LISTED, LISTED_MISSES = 20, 50
+# Causes that a setting or the client can avoid.
+AVOIDABLE = ("differs", "evicted", "on disk", "no checkpoint", "no room", "other salt")
 # Characters; some clients take no more than 8 KB of all headers.
 LONGEST_HEADER = 1500
 # Sentences for the causes of lookups and of our own.
@@ -360,13 +362,17 @@ class Explanations:
     def __init__(self, most: int = HistoryConfig.explained) -> None:
         self._most = most
         self._found: OrderedDict[str, Explained] = OrderedDict()
+        # Avoidable misses that are older than those.
+        self._missed: deque[Explained] = deque(maxlen=LISTED_MISSES)
         self._changing = threading.Lock()
 
     def add(self, explained: Explained) -> None:
         with self._changing:
             self._found[explained.now.id] = explained
             while len(self._found) > self._most:
-                self._found.popitem(last=False)
+                _, oldest = self._found.popitem(last=False)
+                if oldest.now.cause in AVOIDABLE:
+                    self._missed.append(oldest)
 
     def get(self, request_id: str, asker: ExplanationReader) -> Explanation | None:
         """The part of an explanation that `asker` may see."""
@@ -374,10 +380,18 @@ class Explanations:
             found = self._found.get(request_id)
         return None if found is None else asker.sees(found.now, has_id=True)
 
-    def latest(self, count: int, asker: ExplanationReader) -> list[Explanation]:
-        """The last explanations that `asker` may see, the newest first."""
+    def latest(
+        self, count: int, asker: ExplanationReader, are_avoidable: bool = False
+    ) -> list[Explanation]:
+        """The last explanations that `asker` may see, the newest first; `are_avoidable`: those
+        of avoidable misses alone.
+        """
         with self._changing:
-            found = list(self._found.values())[::-1]
+            found = [*self._missed, *self._found.values()][::-1]
+        if are_avoidable:
+            found = [explained for explained in found if explained.now.cause in AVOIDABLE]
+        else:
+            found = found[: self._most]
         seen = (asker.sees(explained.now, has_id=False) for explained in found)
         return list(islice((explanation for explanation in seen if explanation is not None), count))
 
@@ -388,10 +402,15 @@ def answer_about(handler: Any) -> None:
     explanations = handler.scope.generator.explanations
     asker = handler.scope.asker(handler.headers)
     if not request_id:
-        listed = [explanation.as_dict() for explanation in explanations.latest(LISTED, asker)]
-        handler.send_json(
-            200, {"requests": [{name: fields[name] for name in LISTED_FIELDS} for fields in listed]}
-        )
+        lists = {
+            "requests": explanations.latest(LISTED, asker),
+            "avoidable": explanations.latest(LISTED_MISSES, asker, are_avoidable=True),
+        }
+        answer = {
+            name: [{key: each.as_dict()[key] for key in LISTED_FIELDS} for each in found]
+            for name, found in lists.items()
+        }
+        handler.send_json(200, answer)
         return
     found = explanations.get(request_id, asker)
     if found is None:

@@ -19,7 +19,7 @@ TYPES = {
     "style.css": "text/css; charset=utf-8",
     ICON: "image/svg+xml",
     **dict.fromkeys(
-        ("app.js", "api.js", "dom.js", "blocks.js", "tree.js", "panels.js", "acts.js"),
+        ("app.js", "api.js", "dom.js", "blocks.js", "tree.js", "panels.js", "acts.js", "chat.js"),
         "text/javascript; charset=utf-8",
     ),
 }

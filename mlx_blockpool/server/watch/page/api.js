@@ -20,7 +20,8 @@ async function request(path, options) {
   for (;;) {
     const key = sessionStorage.getItem(NAME);
     const headers = { ...options.headers, ...(key === null ? {} : { Authorization: `Bearer ${key}` }) };
-    const response = await fetch(path, { ...options, headers, cache: "no-store", redirect: "error" }).catch(() => {
+    const response = await fetch(path, { ...options, headers, cache: "no-store", redirect: "error" }).catch((failure) => {
+      if (failure.name === "AbortError") throw failure;
       // Browsers say only that they failed.
       throw new Error("The server does not answer.");
     });
@@ -45,6 +46,28 @@ export async function call(path, method = "GET", body = undefined, headers = {})
   throw Object.assign(failure, { status: response.status });
 }
 
+/** POST `body` and call `onChunk` with the JSON of each event of the answer. Throws as call() does. */
+export async function stream(path, body, signal, onChunk) {
+  const response = await request(path, { method: "POST", body: JSON.stringify(body), signal });
+  if (!response.ok) {
+    const { error } = (await response.json().catch(() => null)) || {};
+    throw new Error((error && error.message) || error || `The server answered ${response.status}.`);
+  }
+  await lines(response, (line) => line.startsWith("data: {") && onChunk(JSON.parse(line.slice(6))));
+}
+
+async function lines(response, onLine) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const found = (rest + value).split("\n");
+    rest = found.pop();
+    found.forEach(onLine);
+  }
+}
+
 /**
  * Call `onOpen()` and `onEvent(kind)` for each event, as long as the connection lasts. EventSource cannot send a key.
  * Returns the milliseconds to wait before the next connection, if the server says how long that is.
@@ -53,17 +76,10 @@ export async function events(onOpen, onEvent) {
   const response = await request("v1/cache/events", {});
   if (!response.ok) throw new Error(`no events: ${response.status}`);
   onOpen();
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
   let retry;
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return retry;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("event:")) onEvent(line.slice(6).trim());
-      if (line.startsWith("retry:")) retry = Number(line.slice(6));
-    }
-  }
+  await lines(response, (line) => {
+    if (line.startsWith("event:")) onEvent(line.slice(6).trim());
+    if (line.startsWith("retry:")) retry = Number(line.slice(6));
+  });
+  return retry;
 }

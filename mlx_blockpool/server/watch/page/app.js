@@ -1,5 +1,6 @@
 // Asks the server for its figures, sooner where an event says that something changed, and draws them.
 
+import "./chat.js";
 import { announce, askForKey } from "./acts.js";
 import { call, events, forgetKey, hasKey, withKeys } from "./api.js";
 import { drawBlocks, legend } from "./blocks.js";
@@ -20,7 +21,7 @@ const UNCHANGED = 5000;
 const PER_AGENT = 20;
 const $ = (id) => document.getElementById(id);
 const state = {
-  cache: null, map: null, agents: null, models: null, requests: [], hour: [], hits: {}, health: null,
+  cache: null, map: null, agents: null, models: null, requests: [], avoidable: [], sortedBy: "Used", hour: [], hits: {}, health: null,
   group: 0, model: null, selection: null, openAgent: null, openRequest: null, explained: {}, showsAll: false, showsRequests: false,
   lost: null, speed: { tokens: null, prompt: null }, counts: [], preempted: 0, live: false, byAgent: false,
 };
@@ -73,11 +74,11 @@ async function lookAtModels(path) {
 }
 
 function take({ cache, agents, explain, hour, models }) {
-  state.cache = (cache.models || {})[state.map && state.map.model] || cache;
+  state.cache = { ...cache, ...(cache.models || {})[state.map && state.map.model] };
   state.health = cache.health;
   measure(state.cache.engine || {});
   if (agents) agents.agents.forEach(withSizes);
-  Object.assign(state, agents && { agents }, models && { models }, explain && { requests: explain.requests, hour: hour.minutes, hits: hour.agents });
+  Object.assign(state, agents && { agents }, models && { models }, explain && { requests: explain.requests, avoidable: explain.avoidable, hour: hour.minutes, hits: hour.agents });
 }
 
 /** Agents by their names as people read them, and the agents of each segment. */
@@ -170,12 +171,24 @@ function draw() {
   render($("running-note"), [batch > 1 ? `batch of ${batch}` : ""]);
   if (!state.agents || !state.models) return;
   const listed = withNew(state.agents.agents, map);
-  render($("agent-table"), panels.agents({ ...state, selection, listed, open: state.openAgent, onOpen: openAgent, onShowAll: () => ((state.showsAll = !state.showsAll), draw()), refresh }));
+  render($("agent-table"), panels.agents({ ...state, selection, listed, open: state.openAgent, onOpen: openAgent, onSort: (name) => ((state.sortedBy = name), draw()), onShowAll: () => ((state.showsAll = !state.showsAll), draw()), refresh }));
   const own = listed.reduce((sum, agent) => sum + agent.memory.own_bytes, 0);
   render($("agents-note"), listed.length ? [`${plural(listed.length, "agent")}${own ? `, ${bytes(own)} of their own` : ""}`] : []);
   render($("requests"), panels.requests({ ...state, listed: state.requests, open: state.openRequest, onOpen: openRequest, onShowRequests: () => ((state.showsRequests = !state.showsRequests), draw()) }));
+  render($("misses"), panels.misses(state.avoidable));
+  render($("misses-note"), [state.avoidable.length ? `last ${state.avoidable.length}, by cause` : ""]);
+  render($("connect"), panels.connect(state.cache.clients, copy));
   render($("models"), panels.models({ found: state.models, refresh }));
   render($("models-note"), state.models.memory ? [`${bytes(state.models.memory.active_bytes)} in use by mlx`] : []);
+}
+
+async function copy(name, command) {
+  try {
+    await navigator.clipboard.writeText(command);
+    announce(`The line for ${name} is copied.`);
+  } catch {
+    announce("The browser does not let this page copy. Select the line and copy it.");
+  }
 }
 
 /** The agents, with those whose first turn has not ended. */

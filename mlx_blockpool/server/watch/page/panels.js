@@ -7,8 +7,8 @@ const MOST_AGENTS = 30;
 const MOST_REQUESTS = 8;
 const CAUSES = {
   all: "everything was cached", longer: "the rest is new", new: "nothing like it was cached", differs: "the text differs",
-  evicted: "was evicted", "on disk": "faster to compute than to read", "no checkpoint": "no checkpoint in between", "no room": "no room beside it",
-  draft: "unknown to the draft", "other namespace": "computed by another model", "not told": "mlx-lm's own cache",
+  evicted: "was evicted", "on disk": "faster to compute than to read", "no checkpoint": "no checkpoint in between", "no room": "no room next to it",
+  draft: "unknown to the draft", "other namespace": "computed by another model", "other salt": "another cache_salt", "not told": "mlx-lm's own cache",
 };
 
 const NO_MODEL = "no model is loaded";
@@ -26,7 +26,7 @@ const tile = (name, value, note, ...more) =>
   h("div", { class: "tile", key: name }, h("h2", {}, name), h("p", { class: "value" }, value), more, h("p", { class: "note" }, note));
 
 export function tiles({ cache, map, hour, speed }) {
-  return [memory(cache, map), disk(cache), reuse(cache, hour), firstToken(hour), activity(map, speed)];
+  return [memory(cache, map), disk(cache), reuse(cache, hour), saved(cache), firstToken(hour), activity(map, speed)];
 }
 
 // In how many bits the pool holds keys and values.
@@ -70,6 +70,14 @@ function reuse(cache, hour) {
   return tile("Reused in the last hour", share(cached, prompt), prompt ? `${short(cached)} of ${short(prompt)} prompt tokens${all}` : "no prompt yet",
     chart(hour, (minute) => (minute.prompt_tokens ? minute.cached_tokens / minute.prompt_tokens : null), 1, "c",
       (minute) => `${share(minute.cached_tokens, minute.prompt_tokens)} of ${count(minute.prompt_tokens)} prompt tokens`));
+}
+
+function saved(cache) {
+  const all = cache && cache.seconds_saved;
+  if (!all) return tile("Prefill saved", "–", NO_MODEL);
+  return tile("Prefill saved", [seconds(all.since_start), h("small", {}, " since the start")],
+    "cached tokens at the measured speed",
+    h("p", { class: "speed" }, `${seconds(all.since_installation)} since installation`));
 }
 
 function firstToken(hour) {
@@ -136,16 +144,18 @@ export function running(map) {
 
 // -- agents ------------------------------------------------------------------------------------------------------------
 
-export function agents({ listed, map, hits, selection, open, onOpen, showsAll, onShowAll, refresh }) {
+export function agents({ listed, map, hits, selection, open, onOpen, showsAll, onShowAll, sortedBy, onSort, refresh }) {
   if (!listed.length) return [h("p", { class: "empty" }, "No agents yet. Name one with the header X-Agent-Id, or just chat: a conversation is known by how it begins. ", "Five agents to watch: ", h("code", {}, `python -m mlx_blockpool.demo.five_agents --url ${location.origin}`))];
-  const sorted = [...listed].sort((a, b) => b.running + b.waiting - a.running - a.waiting || b.pinned - a.pinned || b.used.localeCompare(a.used) || a.name.localeCompare(b.name));
+  const bySize = { Tokens: (agent) => agent.tokens || 0, Hits: (agent) => (hits[agent.name] ? hits[agent.name].cached_tokens / hits[agent.name].prompt_tokens : -1), Own: (agent) => agent.memory.own_bytes }[sortedBy];
+  const sorted = [...listed].sort((a, b) => (bySize ? bySize(b) - bySize(a) : sortedBy === "Agent" ? map.label(a.name).localeCompare(map.label(b.name)) : 0) || b.running + b.waiting - a.running - a.waiting || b.pinned - a.pinned || b.used.localeCompare(a.used) || a.name.localeCompare(b.name));
   const shown = showsAll ? sorted : sorted.slice(0, MOST_AGENTS);
   const whole = ({ memory, disk }) => Math.max(memory.own_bytes + memory.shared_bytes, disk.own_bytes + disk.shared_bytes);
   const largest = Math.max(1, ...shown.map(whole));
   return [
     h("table", {},
       h("thead", {}, h("tr", {}, ["Agent", "Tokens", "Own", "Hits", "Used"].map((name, i) =>
-        h("th", { scope: "col", class: i ? "figure" : "" }, name, i === 2 && h("span", { class: "wide" }, " + shared"))))),
+        h("th", { scope: "col", class: i ? "figure" : "", "aria-sort": sortedBy === name ? (i ? "descending" : "ascending") : null },
+          h("button", { type: "button", class: "sort", title: `Sort by ${name.toLowerCase()}`, onclick: () => onSort(name) }, name, i === 2 && h("span", { class: "wide" }, " + shared")))))),
       h("tbody", {}, shown.flatMap((agent) => {
         const number = map.agents.indexOf(agent.name);
         const isOpen = open === agent.name;
@@ -235,6 +245,39 @@ function marked(line, other) {
   while (start < most && line[start] === other[start]) start += 1;
   while (end < most - start && line[line.length - 1 - end] === other[other.length - 1 - end]) end += 1;
   return [line.slice(0, start), h("mark", {}, line.slice(start, line.length - end)), line.slice(line.length - end)];
+}
+
+// -- avoidable misses --------------------------------------------------------------------------------------------------
+
+const ADVICE = {
+  differs: "Keep the beginning of prompts the same; open the request above to see the line, or start with --normalise.",
+  evicted: "Raise --pool-bytes, or pin the agent.",
+  "on disk": "Computing was faster than reading: a faster disk would change that.",
+  "no checkpoint": "The model continues from checkpoints alone: raise --pool-bytes, so that more of them stay.",
+  "no room": "Raise --pool-bytes, or let fewer agents run at once.",
+  "other salt": "Give each request of an agent the same cache_salt.",
+};
+
+export function misses(listed) {
+  if (!listed.length) return [h("p", { class: "empty" }, "None. Requests whose prompts were computed again, although that can be avoided, are kept here.")];
+  const causes = new Map();
+  for (const { cause, prompt_tokens: all, cached_tokens: cached } of listed) {
+    const found = causes.get(cause) || { requests: 0, tokens: 0 };
+    causes.set(cause, { requests: found.requests + 1, tokens: found.tokens + all - cached });
+  }
+  return [h("ul", { class: "misses" }, [...causes].sort(([, a], [, b]) => b.tokens - a.tokens).map(([cause, { requests: n, tokens }]) =>
+    h("li", { key: cause }, h("b", {}, CAUSES[cause] || cause), h("span", { class: "figure" }, `${short(tokens)} tokens, ${plural(n, "request")}`), h("p", { class: "note" }, ADVICE[cause] || ""))))];
+}
+
+// -- connect -----------------------------------------------------------------------------------------------------------
+
+export function connect(clients, onCopy) {
+  const values = { $url: location.origin, $key: "any" };
+  return [h("ul", { class: "clients" }, Object.entries(clients || {}).map(([name, line]) => {
+    const command = line.replace(/\$(url|key)/g, (found) => values[found]);
+    return h("li", { key: name }, h("b", {}, name),
+      h("button", { type: "button", class: "quiet", "aria-label": `Copy the line for ${name}`, onclick: () => onCopy(name, command) }, "Copy"), h("code", { tabindex: "0" }, command));
+  }))];
 }
 
 // -- models ------------------------------------------------------------------------------------------------------------
