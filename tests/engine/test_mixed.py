@@ -160,10 +160,12 @@ def clocked(
     return engine, clock
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(32, LEAST), (300, 256), (10_000, 512)])
-@pytest.mark.parametrize("share", [0.5, 0.8])
+@pytest.mark.parametrize(
+    ("rows", "share", "expected"),
+    [(32, 0.5, LEAST), (300, 0.5, 256), (300, 0.8, LEAST), (10_000, 0.8, 512)],
+)
 def test_a_chunk_next_to_replies_is_as_long_as_their_share_of_the_time_allows(
-    monkeypatch: pytest.MonkeyPatch, rows: int, expected: int, share: float
+    monkeypatch: pytest.MonkeyPatch, rows: int, share: float, expected: int
 ) -> None:
     """Of the smallest part of the grid that takes longer, the replies get the rest afterwards."""
     engine, clock = clocked(monkeypatch, rows, decode_share=share)
@@ -174,7 +176,7 @@ def test_a_chunk_next_to_replies_is_as_long_as_their_share_of_the_time_allows(
     del clock.forwards[:]
     drive(engine, after=lambda _: not engine.scheduler.prefilling)
     longest = max(clock.forwards) - 1
-    assert longest == (expected if share == 0.5 or rows > 300 else LEAST)
+    assert longest == expected
     plain = clock.seconds(1)
     assert longest == LEAST or clock.seconds(longest + 1) <= plain / share
     seconds = sum(map(clock.seconds, clock.forwards))

@@ -77,6 +77,7 @@ def test_replies_with_drafts_are_those_without_and_the_figures_say_what_was_draf
             "drafted": 0,
             "accepted": 0,
             "sources": {},
+            "head": None,
         }
     with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "6") as client:
         assert replies(client) == expected
