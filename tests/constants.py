@@ -75,7 +75,7 @@ NOT_SETTINGS = {
         *:DUMP_SECONDS
         """,
     "What a listing, a text or a name shows.": """
-        *:*SHOWN *:LISTED *:_SHOWN_CHARACTERS *:_READABLE_CHARACTERS server/watch/divergence.py:*
+        *:*SHOWN *:LISTED* *:_SHOWN_CHARACTERS *:_READABLE_CHARACTERS server/watch/divergence.py:*
         server/normalise.py:BEFORE server/conversation_id.py:* server/watch/last_hour.py:MOST_TIMES
         server/watch/event_log.py:LONGEST
         """,
@@ -102,12 +102,20 @@ def possible_settings(package: Path = PACKAGE) -> list[str]:
 @functools.cache
 def constants(package: Path = PACKAGE) -> list[str]:
     """All numeric constants of modules outside config.py, as "module:NAME"."""
-    files = sorted(file for file in package.rglob("*.py") if file != package / "config.py")
-    trees = {
-        str(file.relative_to(package)): ast.parse(file.read_text(encoding="utf-8"))
-        for file in files
+    return [
+        f"{file.relative_to(package)}:{name}"
+        for file, tree in trees(package).items()
+        if file != package / "config.py"
+        for name in _numbers(tree)
+    ]
+
+
+@functools.cache
+def trees(package: Path = PACKAGE) -> dict[Path, ast.Module]:
+    """The modules of the package, parsed once for all tests that read them."""
+    return {
+        file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(package.rglob("*.py"))
     }
-    return [f"{module}:{name}" for module, tree in trees.items() for name in _numbers(tree)]
 
 
 def _numbers(tree: ast.Module) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import fields as fields_of
 from pathlib import Path
 
 import pytest
-from constants import PACKAGE, constants, possible_settings
+from constants import PACKAGE, constants, possible_settings, trees
 
 from mlx_blockpool import config
 from mlx_blockpool.config import KVBits, PoolConfig, kv_bits, parse_bytes
@@ -72,8 +72,8 @@ def test_no_field_is_read_from_its_class() -> None:
         for field in fields_of(kind)
     }
     found = []
-    for file in Path(config.__file__).parent.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    for file, tree in trees(PACKAGE).items():
+        nodes = list(ast.walk(tree))
         defaults = {
             id(node.value)
             for node in nodes

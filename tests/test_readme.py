@@ -260,7 +260,8 @@ def serving(command: str, env: dict[str, str] | None = None) -> Iterator[int]:
         [*installed(command), "--port", str(port)], env=env, stderr=subprocess.PIPE, text=True
     )
     try:
-        for _ in range(600):
+        # For as long as the busiest machine may take.
+        for _ in range(6000):
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
