@@ -44,7 +44,10 @@ class PromptTokens:
 
 @dataclass
 class Minute:
-    """`times`: seconds to the first token."""
+    """The requests of a minute or of an agent.
+
+    `times`: seconds to the first token.
+    """
 
     tokens: PromptTokens = field(default_factory=PromptTokens)
     times: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))
@@ -53,10 +56,10 @@ class Minute:
         self.times.append(ttft)
         self.tokens.add(prompt_tokens, cached_tokens)
 
-    def as_dict(self, number: int) -> Json:
+    def as_dict(self) -> Json:
         times = sorted(self.times)
         ttft = {"median": round(median(times), 4), "p95": round(times[int(0.95 * len(times))], 4)}
-        return {"time": 60 * number, **vars(self.tokens), "ttft": ttft}
+        return {**vars(self.tokens), "ttft": ttft}
 
 
 class LastHour:
@@ -69,7 +72,7 @@ class LastHour:
         self._changing = threading.Lock()
         # By minute since 1970, and there by the name of the key.
         self._minutes: OrderedDict[int, dict[str | None, Minute]] = OrderedDict()
-        self._agents: OrderedDict[str, PromptTokens] = OrderedDict()
+        self._agents: OrderedDict[str, Minute] = OrderedDict()
 
     def record(
         self,
@@ -92,7 +95,7 @@ class LastHour:
             if len(self._minutes) > MINUTES:
                 self._minutes.popitem(last=False)
             if agent is not None:
-                self._agents.setdefault(agent, PromptTokens()).add(prompt_tokens, cached_tokens)
+                self._agents.setdefault(agent, Minute()).add(prompt_tokens, cached_tokens, ttft)
                 self._agents.move_to_end(agent)
                 if len(self._agents) > HistoryConfig.agents:
                     self._agents.popitem(last=False)
@@ -104,13 +107,13 @@ class LastHour:
         first = int(self._clock() // 60) - MINUTES + 1
         with self._changing:
             minutes = [
-                by[owner].as_dict(number)
+                {"time": 60 * number, **by[owner].as_dict()}
                 for number, by in self._minutes.items()
                 if number >= first and owner in by
             ]
             own = {
-                name: vars(tokens).copy()
-                for name, tokens in self._agents.items()
+                name: found.as_dict()
+                for name, found in self._agents.items()
                 if belongs(name, owner)
             }
         return {

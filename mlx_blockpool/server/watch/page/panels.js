@@ -146,14 +146,14 @@ export function running(map) {
 
 export function agents({ listed, map, hits, selection, open, onOpen, showsAll, onShowAll, sortedBy, onSort, refresh }) {
   if (!listed.length) return [h("p", { class: "empty" }, "No agents yet. Name one with the header X-Agent-Id, or just chat: a conversation is known by how it begins. ", "Five agents to watch: ", h("code", {}, `python -m mlx_blockpool.demo.five_agents --url ${location.origin}`))];
-  const bySize = { Tokens: (agent) => agent.tokens || 0, Hits: (agent) => (hits[agent.name] ? hits[agent.name].cached_tokens / hits[agent.name].prompt_tokens : -1), Own: (agent) => agent.memory.own_bytes }[sortedBy];
+  const bySize = { Tokens: (agent) => agent.tokens || 0, Hits: (agent) => (hits[agent.name] ? hits[agent.name].cached_tokens / hits[agent.name].prompt_tokens : -1), Own: (agent) => agent.memory.own_bytes, "First token": (agent) => (hits[agent.name] ? hits[agent.name].ttft.median : -1) }[sortedBy];
   const sorted = [...listed].sort((a, b) => (bySize ? bySize(b) - bySize(a) : sortedBy === "Agent" ? map.label(a.name).localeCompare(map.label(b.name)) : 0) || b.running + b.waiting - a.running - a.waiting || b.pinned - a.pinned || b.used.localeCompare(a.used) || a.name.localeCompare(b.name));
   const shown = showsAll ? sorted : sorted.slice(0, MOST_AGENTS);
   const whole = ({ memory, disk }) => Math.max(memory.own_bytes + memory.shared_bytes, disk.own_bytes + disk.shared_bytes);
   const largest = Math.max(1, ...shown.map(whole));
   return [
     h("table", {},
-      h("thead", {}, h("tr", {}, ["Agent", "Tokens", "Own", "Hits", "Used"].map((name, i) =>
+      h("thead", {}, h("tr", {}, ["Agent", "Tokens", "Own", "Hits", "Used", "First token"].map((name, i) =>
         h("th", { scope: "col", class: i ? "figure" : "", "aria-sort": sortedBy === name ? (i ? "descending" : "ascending") : null },
           h("button", { type: "button", class: "sort", title: `Sort by ${name.toLowerCase()}`, onclick: () => onSort(name) }, name, i === 2 && h("span", { class: "wide" }, " + shared")))))),
       h("tbody", {}, shown.flatMap((agent) => {
@@ -183,8 +183,9 @@ export function agents({ listed, map, hits, selection, open, onOpen, showsAll, o
             h("td", { class: "figure sizes", title: sizes }, agent.isNew ? "–" : [bytes(own), h("span", { class: "wide" }, ` + ${bytes(common)}`),
               meter(isOnDisk ? [["d", own + common]] : [["c", own], ["s", common]], largest, sizes)]),
             h("td", { class: "figure" }, hit ? share(hit.cached_tokens, hit.prompt_tokens) : "–"),
-            h("td", { class: "figure" }, agent.isNew ? "now" : ago(agent.used).replace(" ago", ""))),
-          isOpen && h("tr", { key: `${agent.name} open`, class: "more" }, h("td", { colspan: 5 }, details(agent, isPinned, refresh))),
+            h("td", { class: "figure" }, agent.isNew ? "now" : ago(agent.used).replace(" ago", "")),
+            h("td", { class: "figure" }, hit ? seconds(hit.ttft.median) : "–")),
+          isOpen && h("tr", { key: `${agent.name} open`, class: "more" }, h("td", { colspan: 6 }, details(agent, isPinned, refresh))),
         ];
       }))),
     sorted.length > MOST_AGENTS && h("button", { type: "button", class: "quiet", onclick: onShowAll }, showsAll ? "Show fewer" : `Show all ${count(sorted.length)}`),
