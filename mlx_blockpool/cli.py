@@ -20,6 +20,8 @@ from .model_files.device import mlx_problem
 COMMANDS = {
     "serve": "mlx-lm's server on a block pool; --help lists its options",
     "launch": "start a coding client, and the server if none runs",
+    "models": "the downloaded models and whether they fit; downloads others",
+    "demo": "five agents on the bundled model, and on mlx-lm's server to compare",
     "service": "run the server in the background from login on",
     "patch": "add the option --cache-backend to mlx_lm.server, or remove it",
     "plan": "the memory that a model and its agents need, before it is downloaded",
@@ -35,6 +37,10 @@ EXAMPLES = {
     "launch": """  mlx-blockpool launch claude
   mlx-blockpool launch codex --model mlx-community/Qwen3-8B-4bit
   mlx-blockpool launch claude -- --continue      arguments of the client follow --""",
+    "models": """  mlx-blockpool models
+  mlx-blockpool models --download mlx-community/Qwen3-8B-4bit""",
+    "demo": """  mlx-blockpool demo --compare
+  mlx-blockpool demo --url 127.0.0.1:8080 --turns 2""",
     "service": """  mlx-blockpool service install -- mlx-community/Qwen3-8B-4bit
   mlx-blockpool service logs""",
     "patch": """  mlx-blockpool patch --apply

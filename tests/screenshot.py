@@ -32,7 +32,8 @@ def talk(port: int, turns: int) -> subprocess.Popen[bytes]:
         [
             sys.executable,
             "-m",
-            "mlx_blockpool.demo.five_agents",
+            "mlx_blockpool.cli",
+            "demo",
             "--url",
             f"http://127.0.0.1:{port}",
             "--turns",

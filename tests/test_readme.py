@@ -515,7 +515,7 @@ def test_the_second_run_of_a_script_goes_on_from_the_disk(
     assert list(tmp_path.glob("mlx-blockpool/models/*/blocks/*/*.safetensors"))
 
 
-EXAMPLE = next(c for c in COMMANDS if "five_agents" in c)
+EXAMPLE = next(c for c in COMMANDS if "demo --url" in c)
 
 
 def agents_talk(port: int, turns: int) -> dict[tuple[str, str], int]:

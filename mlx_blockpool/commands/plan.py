@@ -18,7 +18,7 @@ from ..model_files import device, modelfile
 from ..model_files.calculator import Memory, ModelPlan
 from ..spec import DTYPE_BYTES, ChunkLayer, CompositeLayer, LayerGroup, LayerSpec, StateLayer
 
-CONTEXT = "4k"
+CONTEXT = "32k"
 NOTHING = "-"
 
 
@@ -36,6 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help=memory)
     context = "tokens of each agent, such as 8192 or 32k (default: %(default)s)"
     parser.add_argument("--context", metavar="N", default=CONTEXT, help=context)
+    shared = "tokens at their beginning that agents share, such as 16k (default: none)"
+    parser.add_argument("--shared", metavar="N", help=shared)
     add_kv_options(parser, "count agents whose keys and values have this many bits")
     parser.add_argument("--json", action="store_true", help="every figure as JSON")
     parser.set_defaults(run=_run)
@@ -59,7 +61,7 @@ def kv_bits_of(args: argparse.Namespace) -> KVBits | None:
 
 
 def _run(args: argparse.Namespace) -> str:
-    plans = plan(args.model or ["demo"], args.context, args.memory, kv_bits_of(args))
+    plans = plan(args.model or ["demo"], args.context, args.memory, kv_bits_of(args), args.shared)
     return (
         json.dumps({"models": [each.as_dict() for each in plans]}, indent=2)
         if args.json
@@ -68,7 +70,11 @@ def _run(args: argparse.Namespace) -> str:
 
 
 def plan(
-    models: Sequence[str], context: str, memory: str | None, bits: KVBits | None = None
+    models: Sequence[str],
+    context: str,
+    memory: str | None,
+    bits: KVBits | None = None,
+    shared: str | None = None,
 ) -> list[ModelPlan]:
     """For each model the number of agents that fit.
 
@@ -76,6 +82,9 @@ def plan(
     describes.
     """
     tokens = parse_context(context)
+    num_shared = 0 if shared is None else parse_context(shared, "--shared")
+    if num_shared >= tokens:
+        raise BlockpoolError(f"--shared must be less than --context (got {shared} of {context})")
     budget = (
         Memory(device.memory_bytes(), "machine")
         if memory is None
@@ -91,18 +100,19 @@ def plan(
             tokens,
             bits,
             file.longest_context,
+            num_shared,
         )
         for file, spec in found
     ]
 
 
-def parse_context(text: str) -> int:
+def parse_context(text: str, option: str = "--context") -> int:
     """'8192', '4k' (4,096) or '1m' in tokens. Raises BlockpoolError on anything else and on 0."""
     found = re.fullmatch(r"([0-9]{1,10})([km]?)", text.strip().lower())
     tokens = int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2]] if found else 0
     if not tokens:
         raise BlockpoolError(
-            f"--context must be a whole number of tokens from 1 on, e.g. 8192 or 8k (got {text!r})"
+            f"{option} must be a whole number of tokens from 1 on, e.g. 8192 or 8k (got {text!r})"
         )
     return tokens
 
@@ -205,7 +215,8 @@ def _cost_rows(plan: ModelPlan) -> list[list[str]]:
 def _sum_lines(plan: ModelPlan) -> list[str]:
     """The calculation of the number of agents, one term on each line."""
     left = human_bytes(plan.left) if plan.left > 0 else "nothing"
-    how = f"{plan.tokens:,} tokens, {_bits(plan, plan.bits)}, nothing shared"
+    how = f"{plan.tokens:,} tokens, {_bits(plan, plan.bits)}, {_shared(plan)}"
+    shared = [("- shared prefix", human_bytes(plan.cost.shared), "held once")]
     terms = [
         (
             "  memory",
@@ -218,11 +229,16 @@ def _sum_lines(plan: ModelPlan) -> list[str]:
             _weights_source(plan),
         ),
         ("= left for agents", left, ""),
-        ("/ one agent", human_bytes(plan.cost.agent), how),
+        *(shared if plan.shared else ()),
+        ("/ one agent", human_bytes(plan.cost.agent - plan.cost.shared), how),
         ("= agents that fit", f"{plan.agents:,}", ""),
     ]
     sums = table([[name, figure] for name, figure, _ in terms])
     return [f"{line}  {note}".rstrip() for line, (_, _, note) in zip(sums, terms, strict=True)]
+
+
+def _shared(plan: ModelPlan) -> str:
+    return f"{plan.shared:,} of them shared" if plan.shared else "nothing shared"
 
 
 def _weights_source(plan: ModelPlan) -> str:
@@ -269,10 +285,8 @@ def _describe_several(plans: Sequence[ModelPlan]) -> str:
                 f"{fewer.agents(plan.left):,}",
             ]
         )
-    title = (
-        f"Agents of {first.tokens:,} tokens, nothing shared, in {human_bytes(first.memory.bytes)} "
-        f"({source}) less the weights"
-    )
+    memory = f"{human_bytes(first.memory.bytes)} ({source})"
+    title = f"Agents of {first.tokens:,} tokens, {_shared(first)}, in {memory} less the weights"
     return "\n".join([title, "", *table(rows), "", *_notes(plans)])
 
 

@@ -1,5 +1,4 @@
-"""Five agents talk to a server at the same time: python -m mlx_blockpool.demo.five_agents [--url
-URL] [--turns N].
+"""Five agents talk to a server at the same time: `mlx-blockpool demo`.
 
 All of them begin with the same system prompt, two with a longer one, and each has its own
 conversation. Each line of the output says how much of a prompt was cached: the shared prefix as
@@ -9,15 +8,11 @@ greedy, so a second run repeats the same conversations.
 
 from __future__ import annotations
 
-import argparse
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-from ..config import check_url
-from ..errors import BlockpoolError
 
 QUESTIONS = (
     "What is a block?",
@@ -60,7 +55,9 @@ def ask(url: str, agent: str, messages: list[dict[str, str]]) -> tuple[str, int,
     return answer["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
 
 
-def talk(url: str, agent: str, turns: int) -> None:
+def talk(url: str, agent: str, turns: int) -> list[tuple[int, int]]:
+    """The tokens of each turn's prompt, and how many of them were cached."""
+    counts: list[tuple[int, int]] = []
     messages = [{"role": "system", "content": beginning(agent)}]
     for turn in range(turns):
         question = QUESTIONS[(turn + AGENTS.index(agent)) % len(QUESTIONS)]
@@ -72,6 +69,8 @@ def talk(url: str, agent: str, turns: int) -> None:
             f"{text[:60]!r}",
             flush=True,
         )
+        counts.append((tokens, cached))
+    return counts
 
 
 def saved(url: str) -> float:
@@ -80,20 +79,8 @@ def saved(url: str) -> float:
         return float(json.loads(response.read())["seconds_saved"]["since_start"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Five agents talk to a server at the same time.")
-    parser.add_argument("--url", default="http://127.0.0.1:8080", help="the server")
-    parser.add_argument("--turns", type=int, default=6, help="questions of each agent")
-    args = parser.parse_args()
-    try:
-        args.url = check_url(args.url)
-    except BlockpoolError as error:
-        parser.error(str(error))
-    before = saved(args.url)
+def talk_all(url: str, turns: int) -> list[tuple[int, int]]:
+    """talk() of all agents."""
     with ThreadPoolExecutor(len(AGENTS)) as threads:
-        list(threads.map(lambda agent: talk(args.url, agent, args.turns), AGENTS))
-    print(f"Reuse has saved {saved(args.url) - before:.1f} s of prefill.")
-
-
-if __name__ == "__main__":
-    main()
+        found = threads.map(lambda agent: talk(url, agent, turns), AGENTS)
+        return [counts for each in found for counts in each]

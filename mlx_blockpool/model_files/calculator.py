@@ -6,7 +6,7 @@ Computes from a spec, in whole blocks with nothing shared. Does not know files, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,10 +56,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class AgentCost:
-    """One agent of `tokens` tokens."""
+    """One agent of `tokens` tokens. `shared`: bytes of its blocks that all agents share."""
 
     tokens: int
     layers: tuple[LayerCost, ...]
+    shared: int = 0
 
     @cached_property
     def per_token(self) -> int:
@@ -83,7 +84,7 @@ class AgentCost:
 
     def agents(self, budget: int) -> int:
         """How many agents fit in `budget` bytes, which may be below 0."""
-        return max(0, budget) // self.agent
+        return max(0, budget - self.shared) // (self.agent - self.shared)
 
     def as_dict(self, budget: int) -> dict[str, Any]:
         return {
@@ -123,6 +124,7 @@ class ModelPlan:
 
     bits:    how their keys and values are stored; None: as the model computes them.
     longest: the longest context according to config.json, or None.
+    shared:  tokens at their beginning that all agents have in common; whole blocks of them count.
     """
 
     spec: ModelCacheSpec
@@ -132,12 +134,15 @@ class ModelPlan:
     tokens: int
     bits: KVBits | None = None
     longest: int | None = None
+    shared: int = 0
 
     @cached_property
     def costs(self) -> dict[KVBits | None, AgentCost]:
         """By bits: None, 8, 4, and those of the plan."""
         wanted = (None, *(KVBits(bits, bits, self.group_size) for bits in KV_BITS), self.bits)
-        return {bits: cost_of(self.spec.with_bits(bits), self.tokens) for bits in wanted}
+        return {
+            bits: cost_of(self.spec.with_bits(bits), self.tokens, self.shared) for bits in wanted
+        }
 
     @property
     def group_size(self) -> int:
@@ -167,6 +172,7 @@ class ModelPlan:
             "dtype": self.spec.dtype,
             "block_tokens": BLOCK_TOKENS,
             "context": self.tokens,
+            "shared": self.shared,
             "longest_context": self.longest,
             "kv_bits": None if self.bits is None else _bits_dict(self.bits),
             "kv_group_size": self.group_size,
@@ -179,8 +185,8 @@ class ModelPlan:
         }
 
 
-def cost_of(spec: ModelCacheSpec, tokens: int) -> AgentCost:
-    """One agent of `tokens` tokens, 1 or more, in the bits of the spec.
+def cost_of(spec: ModelCacheSpec, tokens: int, shared: int = 0) -> AgentCost:
+    """One agent of `tokens` tokens, more than are shared, in the bits of the spec.
 
     Raises SpecError for caches that hold nothing.
     """
@@ -192,7 +198,11 @@ def cost_of(spec: ModelCacheSpec, tokens: int) -> AgentCost:
     )
     if not found.agent:
         raise SpecError(f"{spec.model_id}: its caches take 0 bytes, so there is nothing to plan.")
-    return found
+    if shared < BLOCK_TOKENS:
+        return found
+    # Windows and states are each agent's.
+    prefix = cost_of(spec, shared // BLOCK_TOKENS * BLOCK_TOKENS)
+    return replace(found, shared=prefix.agent - prefix.checkpoint)
 
 
 def _layer_cost(

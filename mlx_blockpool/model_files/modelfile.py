@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import mlx_lm_compat
-from ..demo import model_path
+from ..demo import NAME, model_path
 from ..errors import (
     BadModelError,
     BlockpoolError,
@@ -23,12 +23,14 @@ from ..errors import (
     SpecError,
     UnknownModelTypeError,
 )
-from ..formatting import line_of
+from ..formatting import line_of, nearest
 from ..plugins import spec_from_config
 from ..spec import FullLayer, ModelCacheSpec, figures_of, leaves_of
 from .calculator import Weights
 from .check import MAX_INDEX_BYTES, WEIGHTS, check_layers, read_config, read_json
 
+# mlx-lm's server lists a downloaded model that has these files.
+HUB_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 INDEX = "model.safetensors.index.json"
 # The keys of configs for the number of positions, and for the scaling of rope.
 POSITIONS = (
@@ -202,18 +204,47 @@ def local_folder(name: str) -> Path:
     return path if path.is_absolute() else Path(mlx_lm_compat.hf_repo_to_path(name))
 
 
+def downloaded() -> list[str]:
+    """Ids of the models in the hub's cache that mlx-lm's server would list."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return sorted(
+        repo.repo_id
+        for repo in repos
+        if repo.repo_type == "model"
+        and "main" in repo.refs
+        and {file.file_path.name for file in repo.refs["main"].files} >= HUB_FILES
+    )
+
+
+def check_form(model: str) -> None:
+    """Raises BadModelError for the name of a GGUF file or of a repository of such files."""
+    if re.search(r"[-_./]gguf$", model, re.IGNORECASE):
+        raise BadModelError(
+            f"{model} has weights in the form GGUF, which mlx-lm does not read. Give a model in "
+            "the form safetensors, such as its namesake of mlx-community on the hub."
+        )
+
+
 def _config_path(model: str) -> Path:
     path = Path(model_path(model))
     path = path / "config.json" if os.path.isdir(path) else path
     if os.path.isfile(path):
         return path
+    check_form(model)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not os.path.isdir(path.parent):
         return _downloaded(model)
     advice = (
         "Give --model the path of a model folder or its config.json, the id of a downloaded "
         "model, or demo."
     )
-    raise BlockpoolError(f"{path} does not exist. {advice}")
+    near = nearest(model, [NAME, *downloaded()]) if "/" not in model else ""
+    raise BlockpoolError(f"{path} does not exist. {near or advice}")
 
 
 def _downloaded(model: str) -> Path:

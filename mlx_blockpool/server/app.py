@@ -21,8 +21,9 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..config import AccessConfig, EngineConfig
+from ..demo import NAME
 from ..errors import BlockpoolError, GroupError
-from ..formatting import client_settings, count, human_bytes
+from ..formatting import client_settings, count, human_bytes, nearest
 from ..mlx_lm_compat import main as server_main
 from ..mlx_lm_compat import rebind, run_http_server
 from ..plugins import installed_plugins
@@ -58,7 +59,7 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
 
     request_queue_size = AccessConfig.backlog
     daemon_threads = True
-    # Called once the server listens, with the port and what stops the server.
+    # Called after mlx-lm's own log of the start, with the port and what stops the server.
     listening: Callable[[int, Callable[[], None]], None] | None = None
     # A socket that has the address already.
     bound: socket.socket | None = None
@@ -72,10 +73,10 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
             self.server_address = self.socket.getsockname()
             self.server_name, self.server_port = self.socket.getsockname()[:2]
 
-    def server_activate(self) -> None:
-        super().server_activate()
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
         if self.listening is not None:
             self.listening(self.server_address[1], self.shutdown)
+        super().serve_forever(poll_interval)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start the connection's thread, and pause: a hundred threads that parse at once would
@@ -221,9 +222,6 @@ def _cannot_listen(host: str, port: int, error: OSError) -> BlockpoolError:
     )
 
 
-GET_ONE = "`hf download mlx-community/NAME` gets one, and --model demo is bundled"
-
-
 def first_words(generator: BlockpoolGenerator, host: str, port: int) -> str:
     """The lines for the person who has started the server. `port`: the one on which it listens."""
     name = "127.0.0.1" if host in ANYWHERE else f"[{host}]" if ":" in host else host
@@ -241,9 +239,7 @@ def first_words(generator: BlockpoolGenerator, host: str, port: int) -> str:
 
 def _of_model(generator: BlockpoolGenerator, model: LoadedModel | None) -> list[str]:
     if model is None:
-        found = generator.registry.catalog.listed()
-        names = ", ".join(found) if found else f"none is downloaded; {GET_ONE}"
-        return [f"  model  none yet: requests name one of these: {names}"]
+        return [f"  model  none yet. {generator.registry.catalog.choices()}"]
     id = generator.registry.catalog.id_of(model.key.model)
     pool = f"{human_bytes(model.pool_bytes)} for keys and values"
     return [
@@ -299,7 +295,10 @@ def check_default(model_provider: BlockpoolModelProvider) -> None:
         if catalog.default is not None:
             inspect(catalog.default, catalog, config, args.trust_remote_code)
     except BlockpoolError as error:
-        raise BlockpoolError(f"Cannot serve {args.model}: {error}") from error
+        others = [name for name in (NAME, *catalog.listed()) if name != args.model]
+        near = nearest(args.model, others)
+        why = f"{str(error).rstrip('.')}. {near}".rstrip()
+        raise BlockpoolError(f"Cannot serve {args.model}: {why}") from error
 
 
 def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator:

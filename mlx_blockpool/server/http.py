@@ -72,6 +72,8 @@ EXPECTED = (
 # How long a request may take to arrive if it will be rejected, because there are too many
 # connections.
 CROWDED_SECONDS = 1.0
+# The first byte of a TLS record of a handshake; no request begins with it.
+TLS_HANDSHAKE = b"\x16"
 
 
 class BlockpoolHandler(APIHandler):  # type: ignore[misc]
@@ -158,7 +160,13 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self._incoming.stall = seconds if is_idle else CROWDED_SECONDS
         self._incoming.until = math.inf
         try:
-            return bool(self._reader.peek(1))
+            first = self._reader.peek(1)[:1]
+            if first == TLS_HANDSHAKE:
+                log.warning(
+                    "%s speaks TLS, and this port serves plain HTTP: use http:// in its URL",
+                    self.client_address[0],
+                )
+            return first not in (b"", TLS_HANDSHAKE)
         except (TimeoutError, OSError):
             return False
         finally:
@@ -282,7 +290,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 self.scope.is_explained = route.is_explained
                 route.respond(self)
             else:
-                self.send_json(404, self._error(404, unknown_path(self.route)))
+                self.send_json(404, self._error(404, unknown_path(self.route, routes)))
         except ConnectionError as error:
             log.info("%s: the client hung up: %s", shown(self.path), error)
         except Exception as error:

@@ -102,7 +102,7 @@ def _add_pool_options(add: Callable[..., Any]) -> None:
         "Limit for keys and values in memory, such as 4GB; auto (default): half of what the model "
         "leaves free"
     )
-    add("--pool-bytes", type=_or_word(parse_bytes, auto=None), metavar="SIZE", help=pool)
+    add("--pool-bytes", type=_or_word(_size, auto=None), metavar="SIZE", help=pool)
     add(
         "--agent-bytes",
         **SIZE,
@@ -221,7 +221,7 @@ def _add_settings(add: Callable[..., Any]) -> None:
     hidden("--kv-bits-values", type=int, choices=(16, *KV_BITS))
     hidden("--decode-path", choices=DECODE_PATHS, default=PoolConfig.decode_path)
     hidden("--measure", choices=("auto", "off"), default="auto")
-    hidden("--wired-limit", type=_or_word(parse_bytes, auto=None, off=0))
+    hidden("--wired-limit", type=_or_word(_size, auto=None, off=0))
     hidden("--swap-patience", **TIME, default=ModelsConfig.patience_seconds)
     hidden("--max-positions", type=_or_word(_count, off=0))
     hidden("--allow-template-kwargs", type=_or_word(_names, any=None), default=())
@@ -302,11 +302,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        return parse_seconds(text)
-    except BlockpoolError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` with its BlockpoolErrors as argparse reports those of an option."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except BlockpoolError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+_seconds, _size = _parsed(parse_seconds), _parsed(parse_bytes)
 
 
 def _drafts(text: str) -> str | int:
@@ -328,7 +336,7 @@ def _share(text: str) -> float:
 
 
 # Kinds of options.
-SIZE: dict[str, Any] = {"type": parse_bytes, "metavar": "SIZE"}
+SIZE: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
 TIME: dict[str, Any] = {"type": _seconds, "metavar": "TIME"}
 COUNT: dict[str, Any] = {"type": _count, "metavar": "N"}
 NAMES: dict[str, Any] = {"type": _names, "metavar": "NAMES"}

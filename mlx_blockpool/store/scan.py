@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import BadRecordError
+from ..formatting import human_bytes
 from .db import DATABASE_FILES
 from .fs import TEMPORARY, Buffer, Disk, Entry, Stamp, write_whole
 from .headers import Headers
@@ -230,7 +231,10 @@ class Folder:
             free = self.disk.free_bytes(path.parent)
             if free - size < keep_free:
                 raise OSError(
-                    errno.ENOSPC, f"{free} bytes free, {keep_free} are to stay so", str(path)
+                    errno.ENOSPC,
+                    f"the disk is full: {human_bytes(free)} are free, and the store leaves "
+                    f"{human_bytes(keep_free)} to others. Free space or give another --store-dir",
+                    str(path),
                 )
             write_whole(self.disk, path, buffers)
         finally:

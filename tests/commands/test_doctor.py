@@ -112,14 +112,15 @@ def test_the_words_name_what_is_to_be_mended() -> None:
         Finding("port", "problem", "Port 1 is used.", "Give --port 2."),
         Finding("store", "ok", "Empty."),
     ]
-    words = command.describe(findings, client_settings("http://h"))
+    words = "\n".join(map(command.line, findings))
     assert words.splitlines()[:3] == [
-        "PROBLEM  port   Port 1 is used.",
-        "                -> Give --port 2.",
-        "     ok  store  Empty.",
+        "PROBLEM  port             Port 1 is used.",
+        "                          -> Give --port 2.",
+        "     ok  store            Empty.",
     ]
-    assert words.endswith("Fix first: port.")
-    assert command.describe(findings[1:], {}).endswith("Ready for `mlx-blockpool serve`.")
+    clients = client_settings("http://h")
+    assert command.verdict(findings, clients).endswith("Fix first: port.")
+    assert command.verdict(findings[1:], {}).endswith("Ready for `mlx-blockpool serve`.")
 
 
 def test_a_check_that_fails_is_a_finding() -> None:
@@ -140,7 +141,7 @@ def test_a_version_that_does_not_fit_comes_first(
     monkeypatch.setattr(
         installation.metadata, "version", lambda name: "0.30.0" if name == "mlx-lm" else real(name)
     )
-    findings = command.examine(None, port, None)
+    findings = list(command.examine(None, port, None))
     versions = only(findings, "versions")
     assert versions.state == "problem"
     assert "mlx-lm 0.30.0, needed" in versions.text
@@ -301,6 +302,6 @@ def test_a_model_that_is_not_there_is_a_problem_and_not_loaded(
 ) -> None:
     for name in ("device", "decode", "disk"):
         monkeypatch.setattr(device, name, lambda *_: [])
-    findings = command.examine(str(tmp_path / "none"), port, tmp_path)
+    findings = list(command.examine(str(tmp_path / "none"), port, tmp_path))
     assert findings[-1].about == "model"
     assert (findings[-1].state, "does not exist" in findings[-1].text) == ("problem", True)

@@ -117,7 +117,7 @@ def test_one_model(capsys: pytest.CaptureFixture[str], here: Path) -> None:
 def test_several_models_are_compared_in_one_table(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    found = output(capsys, *given(*MODELS), "--memory", "24GB")
+    found = output(capsys, *given(*MODELS), "--memory", "24GB", "--context", "4k")
     assert found.startswith(SEVERAL)
     assert found.removeprefix(SEVERAL).splitlines() == [
         "",
@@ -168,7 +168,7 @@ def test_a_layer_that_holds_nothing_is_called_unused() -> None:
 def test_kv_bits_choose_what_the_agents_are_counted_with(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    asked = ["--model", "Llama-3.1-8B-4bit", "--memory", "24GB"]
+    asked = ["--model", "Llama-3.1-8B-4bit", "--memory", "24GB", "--context", "4k"]
     found = lines_of(output(capsys, *asked, "--kv-bits", "4"))
     assert found["one more token"] == ["131.1 kB", "69.6 kB", "36.9 kB"]
     assert found["/ one agent"] == ["151.0 MB", "4,096 tokens, 4-bit, nothing shared"]
@@ -181,7 +181,14 @@ def test_kv_bits_choose_what_the_agents_are_counted_with(
     )
     assert lines_of(output(capsys, *asked))["= agents that fit"] == ["36"]
     compared = output(
-        capsys, *given("Llama-3.1-8B-4bit", "gpt-oss-20b"), "--memory", "24GB", "--kv-bits", "4"
+        capsys,
+        *given("Llama-3.1-8B-4bit", "gpt-oss-20b"),
+        "--memory",
+        "24GB",
+        "--context",
+        "4k",
+        "--kv-bits",
+        "4",
     )
     mixed = output(
         capsys, *asked, "--kv-bits-keys", "8", "--kv-bits-values", "4", "--kv-group-size", "32"
@@ -301,7 +308,9 @@ def test_models_of_the_same_name_are_named_in_full(
 
 
 def test_json_has_every_model(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    found = json.loads(output(capsys, *given(*MODELS), "--memory", "24GB", "--json"))
+    found = json.loads(
+        output(capsys, *given(*MODELS), "--memory", "24GB", "--context", "4k", "--json")
+    )
     assert list(found) == ["models"]
     assert [(model["model"], model["agents"]) for model in found["models"]] == list(
         zip(MODELS, [36, 28, 95, 19], strict=True)

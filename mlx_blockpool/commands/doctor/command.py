@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from .finding import Finding, looked_at
 
 MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
 PORT = 8080
+# Of the longest name of a check.
+WIDTH = len("steps in flight")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,56 +44,55 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> tuple[str, int]:
     check_port(args.port)
-    findings = examine(args.model, args.port, args.store_dir)
+    findings = []
+    for finding in examine(args.model, args.port, args.store_dir):
+        findings.append(finding)
+        if not args.json:
+            print(line(finding), flush=True)
     status = int(any(finding.state == "problem" for finding in findings))
     clients = client_settings(f"http://{installation.HOST}:{args.port}")
     if not args.json:
-        return describe(findings, clients), status
+        return verdict(findings, clients), status
     report = {"healthy": not status, "findings": list(map(asdict, findings)), "clients": clients}
     return json.dumps(report, indent=2, default=str), status
 
 
-def examine(name: str | None, port: int, store_dir: Path | None) -> list[Finding]:
-    """All findings, in order.
+def examine(name: str | None, port: int, store_dir: Path | None) -> Iterator[Finding]:
+    """All findings, in order, each as soon as it is made.
 
     Skips the checks that need the device if the installation does not fit.
     """
-    findings = looked_at("versions", installation.versions)
-    fits = not any(finding.state == "problem" for finding in findings)
-    findings += looked_at("patch", installation.patch_state)
-    findings += looked_at("store", installation.store_state, store_dir)
-    findings += looked_at("port", installation.port_state, port)
-    if not fits:
-        return [
-            *findings,
-            Finding("device", "note", "Nothing was measured: fix the installation first."),
-        ]
-    findings += looked_at("device", device.device)
-    findings += looked_at("decode path", device.decode)
-    findings += looked_at("disk speed", device.disk, store_dir)
+    versions = looked_at("versions", installation.versions)
+    yield from versions
+    yield from looked_at("patch", installation.patch_state)
+    yield from looked_at("store", installation.store_state, store_dir)
+    yield from looked_at("port", installation.port_state, port)
+    if any(finding.state == "problem" for finding in versions):
+        yield Finding("device", "note", "Nothing was measured: fix the installation first.")
+        return
+    yield from looked_at("device", device.device)
+    yield from looked_at("decode path", device.decode)
+    yield from looked_at("disk speed", device.disk, store_dir)
     if name is not None:
-        findings += looked_at("model", model.files, name)
-        if findings[-1].state != "problem":
-            findings += looked_at("against mlx-lm", model.against_stock, name)
-    return findings
+        files = looked_at("model", model.files, name)
+        yield from files
+        if files[-1].state != "problem":
+            yield from looked_at("against mlx-lm", model.against_stock, name)
 
 
-def describe(findings: list[Finding], clients: dict[str, str]) -> str:
-    """A line for each finding, each followed by its advice; the clients' settings; and a
-    verdict.
-    """
-    width = max(len(finding.about) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{MARKS[finding.state]:>7}  {finding.about.ljust(width)}  {finding.text}")
-        lines += [f"{'':>7}  {'':<{width}}  -> {finding.advice}"] if finding.advice else []
-    lines += [
+def line(finding: Finding) -> str:
+    """A finding on a line, and its advice on the next."""
+    text = f"{MARKS[finding.state]:>7}  {finding.about:<{WIDTH}}  {finding.text}"
+    return text + (f"\n{'':>7}  {'':<{WIDTH}}  -> {finding.advice}" if finding.advice else "")
+
+
+def verdict(findings: list[Finding], clients: dict[str, str]) -> str:
+    """The clients' settings, and what is to be fixed."""
+    lines = [
         "",
         "Settings of clients, to paste:",
         *(f"  {name}: {line}" for name, line in clients.items()),
     ]
     problems = [finding.about for finding in findings if finding.state == "problem"]
-    verdict = (
-        f"Fix first: {', '.join(problems)}." if problems else "Ready for `mlx-blockpool serve`."
-    )
-    return "\n".join([*lines, "", verdict])
+    last = f"Fix first: {', '.join(problems)}." if problems else "Ready for `mlx-blockpool serve`."
+    return "\n".join([*lines, "", last])

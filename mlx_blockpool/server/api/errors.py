@@ -7,6 +7,7 @@ Anthropic's clients read {"type": "error", "error": {"type", "message"}, "reques
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from ...errors import (
     FormError,
@@ -16,8 +17,10 @@ from ...errors import (
     TooManyRequestsError,
     UnavailableError,
 )
+from ...formatting import nearest
 from ..access import COMPLETIONS
 from ..bodies import InvalidRequestError, Json, StatusError
+from ..routes import Route
 
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -50,9 +53,16 @@ MESSAGES, OLLAMA = "/v1/messages", "/api"
 OPENAI_PATHS = (*COMPLETIONS, "/v1/models", "/v1/embeddings")
 
 
-def unknown_path(path: str) -> str:
-    """The message for a path that this server does not have."""
-    return f"Unknown path {path[:80]}. See the server's README for the endpoints."
+def unknown_path(path: str, routes: Iterable[Route] = ()) -> str:
+    """The message for a path, or a method of one of the routes, that this server does not have."""
+    methods = ", ".join(
+        method for route in routes if route.path == path for method in route.methods
+    )
+    if methods:
+        return f"{path[:80]} is a path for {methods}."
+    near = nearest(path[:80], [route.path for route in routes])
+    advice = near or "See the server's README for the endpoints."
+    return f"Unknown path {path[:80]}. {advice}"
 
 
 def anthropic_error(status: int, message: str, request_id: str) -> Json:

@@ -16,13 +16,11 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
-
 from ...config import ModelsConfig
 from ...demo import NAME, model_path
 from ...errors import BlockpoolError, ModelNotFoundError
-from ...model_files.modelfile import local_folder
+from ...formatting import nearest
+from ...model_files.modelfile import downloaded, local_folder
 from ..access import without_folders
 from ..provider import BlockpoolModelProvider, ModelKey, canonical
 
@@ -31,8 +29,6 @@ log = logging.getLogger(__name__)
 DEFAULT = "default_model"
 # The bundled models by their folders.
 BUNDLED = {canonical(model_path()): NAME}
-# mlx-lm's server lists a downloaded model that has these files.
-HUB_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 # An id of the hub. Some old ones have no owner before a slash.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?")
 # A folder with one of these files is a model's or an adapter's.
@@ -104,6 +100,14 @@ class Catalog:
         found = [id for id, model in self.ids().items() if model == default or model not in hidden]
         return list(dict.fromkeys([*found, *others]))
 
+    def choices(self) -> str:
+        """The models that requests may name, and how there are others."""
+        found = ", ".join(self.listed())
+        others = "`mlx-blockpool models` lists what fits here and downloads others"
+        if found:
+            return f"Requests name one of these: {found}; {others}."
+        return f"No model is downloaded; {others}, and `serve demo` has the bundled one."
+
     def may_download(self, model: str) -> bool:
         """Return whether a model may be downloaded: any by an option, and those that the server
         was started with.
@@ -148,7 +152,8 @@ class Catalog:
         if name in (None, DEFAULT):
             if self.default is None:
                 raise ValueError(
-                    "The request names no model and the server was started without --model."
+                    "The request names no model and the server was started without --model. "
+                    + self.choices()
                 )
             return self.default.model
         if with_aliases and name in self.aliases:
@@ -199,10 +204,11 @@ class Catalog:
         advice = "Start the server with --allow-models to allow others, also folders."
         if on_hub:
             advice = "Download others, or start the server with --allow-downloads."
-        models = ", ".join(self.listed()) or "none"
+        listed = self.listed()
+        models = ", ".join(listed) or "none"
         raise ModelNotFoundError(
-            f"There is no {what} {name[:200]!r} that requests may name. The models are: {models}. "
-            f"{advice}"
+            f"There is no {what} {name[:200]!r} that requests may name. {nearest(name, listed)} "
+            f"The models are: {models}. {advice}".replace(".  ", ". ")
         )
 
     def _is_new(self, path: Path) -> bool:
@@ -246,21 +252,6 @@ def is_folder(model: str) -> bool:
 def is_downloaded(name: str) -> bool:
     """Return whether the hub's cache has a model."""
     return _snapshot(name) is not None
-
-
-def downloaded() -> list[str]:
-    """Ids of the models in the hub's cache that mlx-lm's server would list."""
-    try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    return sorted(
-        repo.repo_id
-        for repo in repos
-        if repo.repo_type == "model"
-        and "main" in repo.refs
-        and {file.file_path.name for file in repo.refs["main"].files} >= HUB_FILES
-    )
 
 
 def _snapshot(name: str) -> str | None:

@@ -70,12 +70,14 @@ def folder_of(model: str, catalog: Catalog, seconds: float) -> Path:
     if is_folder(model) or is_downloaded(model):
         folder = modelfile.local_folder(model)
     elif catalog.may_download(model):
+        modelfile.check_form(model)
         folder = _download(model, seconds)
     else:
         raise ModelNotFoundError(
             f"{model} is not downloaded. Download it, or start the server with --allow-downloads."
         )
     if not (folder / "config.json").is_file():
+        modelfile.check_form(model)
         raise ModelNotFoundError(f"{folder} is not the folder of a model: it has no config.json.")
     return folder
 
