@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from architectures.configs import CONFIGS as ARCHITECTURES
+from architectures.configs_common import wide
 from mlx.utils import tree_flatten
 from mlx_blockpool_plugins import prediction_heads
 from models import CONFIGS as MODELS
@@ -24,15 +25,24 @@ from mlx_blockpool.model_files.loading import load_model
 from mlx_blockpool.plugins import stock_classes
 
 VOCABULARY = 131
+WIDE = "-wide"
 NAMES = ["deepseek_v3", "glm4_moe", "qwen3_5"]
 # With these a head is right most of the time, and not always.
 STEPS = {"deepseek_v3": 9, "glm4_moe": 11, "qwen3_5": 10}
 
 
+def base_of(name: str) -> str:
+    """The type of a model; one with WIDE in its name has rows that can be quantised."""
+    return name.removesuffix(WIDE)
+
+
 def config_of(name: str) -> dict[str, Any]:
     """The config of a type, with a head."""
-    given = {**MODELS.get(name, ARCHITECTURES[name])}
-    count = {prediction_heads.FAMILIES[name].count: 1}
+    base = base_of(name)
+    given = {**MODELS.get(base, ARCHITECTURES[base])}
+    if base != name:
+        given = wide(ARCHITECTURES[base])
+    count = {prediction_heads.FAMILIES[base].count: 1}
     if "text_config" in given:
         return {**given, "text_config": {**given["text_config"], **count}}
     return {**given, **count}
@@ -50,7 +60,7 @@ def trained(name: str) -> tuple[Any, PredictionHead]:
     config = config_of(name)
     model_class, args_class = stock_classes(config)
     model: Any = model_class(args_class.from_dict(config))
-    family, text = prediction_heads.FAMILIES[name], prediction_heads._text(model)
+    family, text = prediction_heads.FAMILIES[base_of(name)], prediction_heads._text(model)
     head = prediction_heads._head(text, family, prediction_heads._full_layer(model))
     both = nn.Module()
     both.model, both.head = model, head
@@ -66,7 +76,7 @@ def trained(name: str) -> tuple[Any, PredictionHead]:
         )
 
     step, optimiser, order = nn.value_and_grad(both, loss), optim.Adam(3e-3), successors()
-    for _ in range(STEPS[name]):
+    for _ in range(STEPS[base_of(name)]):
         tokens = [mx.random.randint(0, VOCABULARY, (16, 1))]
         for _ in range(23):
             tokens.append(order[tokens[-1]])
@@ -80,7 +90,7 @@ def trained(name: str) -> tuple[Any, PredictionHead]:
 def tensors_of(name: str) -> dict[str, mx.array]:
     """The tensors of a trained head by the names that the files of such models have."""
     model, head = trained(name)
-    family = prediction_heads.FAMILIES[name]
+    family = prediction_heads.FAMILIES[base_of(name)]
     num_layers = len(prediction_heads._text(model).model.layers)
     prefix = "mtp." if family.layer else f"model.layers.{num_layers}."
     embedding, hidden, norm = family.norms

@@ -68,6 +68,12 @@ def test_replies_of_a_schedule_with_a_head_are_those_without_drafts(
     run(name + HEAD, requests, **more)
 
 
+@tried(1, 30)
+@given(**{**SCHEDULES, **OWN, "requests": arrivals(**PARTS)})
+def test_replies_over_quantised_blocks_are_too(requests: list[Any], **more: Any) -> None:
+    run("glm4_moe-wide+head K8V4", requests, **more)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @tried(1, 30)
 @given(**{**CROWDS, **OWN, "requests": arrivals(**{**PARTS, **CROWD})})
