@@ -193,16 +193,28 @@ def _read(
     head = _head(_text(model), family, at)
     found = _tensors(model, family, at, tensors, others)
     needed = dict(tree_flatten(head.parameters()))
+    is_quantised = any(name.endswith(".scales") for name in others)
+    packed = {
+        f"{path}.{kind}"
+        for path, module in head.named_modules()
+        if is_quantised and hasattr(module, "to_quantized")
+        for kind in ("scales", "biases")
+    }
     for name, value in needed.items():
         path = name.rpartition(".")[0]
         if name not in found:
             raise _UnusableHeadError(f"its files have no {name} of it")
-        if f"{path}.scales" not in found and found[name].shape != value.shape:
+        # Rows of quantised weights are packed, and as many.
+        few = 1 if f"{path}.scales" in found else None
+        if found[name].shape[:few] != value.shape[:few]:
             raise _UnusableHeadError(
                 f"{name} of it has the shape {found[name].shape}, and {value.shape} is needed"
             )
     modules = {name.rpartition(".")[0] for name in needed}
-    return head, {n: value for n, value in found.items() if n.rpartition(".")[0] in modules}
+    found = {n: value for n, value in found.items() if n.rpartition(".")[0] in modules}
+    for name in found.keys() - needed.keys() - packed:
+        raise _UnusableHeadError(f"mlx-lm's layer has no {name}")
+    return head, found
 
 
 def _tensors(model: Any, family: Family, at: int, tensors: Weights, others: Weights) -> Weights:

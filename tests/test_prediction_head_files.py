@@ -16,6 +16,7 @@ from mlx_blockpool_plugins import prediction_heads
 from mlx_lm.models.cache import make_prompt_cache
 from thorough import only
 
+from mlx_blockpool.kv.build import describe
 from mlx_blockpool.kv.prediction_head import drop_head, head_of
 from mlx_blockpool.model_files.loading import load_model
 
@@ -57,7 +58,7 @@ def test_a_model_keeps_the_head_that_its_files_have(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("damage", ["none", "absent", "shape", "norm", "layer"])
+@pytest.mark.parametrize("damage", ["none", "absent", "shape", "norm", "layer", "bias", "scales"])
 def test_a_head_that_cannot_be_used_is_left_out_and_named(
     name: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,13 +75,26 @@ def test_a_head_that_cannot_be_used_is_left_out_and_named(
         "shape": {projection: mx.zeros((3, 5))},
         "norm": {norm: mx.zeros((3, 5))},
         "layer": {layer: None},
+        "bias": {layer.replace("weight", "bias"): mx.zeros((64,))},
+        "scales": {layer.replace("weight", "scales"): mx.zeros((64, 2))},
     }
     model, _ = load_model(heads.save(tmp_path, name, **changes[damage]))
     assert is_stock(model, name)
     (line,) = [record.message for record in caplog.records if "prediction head" in record.message]
-    assert {"none": "files have none", "shape": "(3, 5)", "norm": "(3, 5)"}.get(
-        damage, "files have no "
-    ) in line
+    assert {
+        "none": "files have none",
+        "shape": "(3, 5)",
+        "norm": "(3, 5)",
+        "bias": "layer has no",
+        "scales": "has no",
+    }.get(damage, "files have no ") in line
+
+
+def test_windows_of_max_kv_size_have_no_head(tmp_path: Path) -> None:
+    model, _ = load_model(heads.save(tmp_path, "glm4_moe"))
+    spec = describe(model, max_kv_size=512)
+    assert spec.layers == describe(heads.trained("glm4_moe")[0], max_kv_size=512).layers
+    assert head_of(model) is None
 
 
 def test_a_config_without_a_head_has_the_classes_of_mlx_lm() -> None:

@@ -94,17 +94,12 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             raise AttributeError("keys")
 
     @property
-    def offset(self) -> int | mx.array:
-        """The position of the next token of each row; one number where all have the same, for which
-        a rotary embedding computes less.
-        """
-        if self._tentative is None:
-            places: list[int] = list(map(offset_of, self.members))
-            if places[1:] == places[:-1] and not self._chunks:
-                return places[0]
-            own = mx.array(places)
-        else:
-            own = self._tentative.offsets
+    def offset(self) -> mx.array:
+        own = (
+            mx.array(list(map(offset_of, self.members)))
+            if self._tentative is None
+            else self._tentative.offsets
+        )
         if not self._chunks:
             return own
         chunks = [c.offset + mx.arange(rows.stop - rows.start) for rows, c in self._chunks]

@@ -21,6 +21,7 @@ from ..spec import ModelCacheSpec, StateLayer
 from .arena import KVArena
 from .attach import classes_of, detach, is_attached, restore
 from .capabilities import Capabilities
+from .prediction_head import drop_head
 from .probe import probe
 from .shards import agreed, need_whole, without_collectives
 
@@ -49,6 +50,9 @@ def describe(
     alike.
     """
     name = name or type(model).__module__.rpartition(".")[2]
+    if max_kv_size is not None:
+        # mlx-lm gives windows to models that make no caches, as those with a head do.
+        drop_head(model)
     if ranks.decides:
         need_whole(model)
         return with_windows(

@@ -228,7 +228,8 @@ class _Forward:
                     f"{type(leaf).__name__}"
                 )
         if self._hidden is not None and self._first is not None:
-            states = mx.concatenate([self._first[:, :1], self._hidden], axis=1)
+            first = self._first[:, :1].astype(self._hidden.dtype)
+            states = mx.concatenate([first, self._hidden], axis=1)
             pairs = zip(held, kept, strict=True)
             self.before = [states[i : i + 1, h : k + 1] for i, (h, k) in enumerate(pairs)]
         if not all(held):

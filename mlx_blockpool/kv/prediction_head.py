@@ -143,6 +143,8 @@ class PredictionHead(nn.Module):  # type: ignore[misc]
         if any(padding):
             cache.prepare(lengths=lengths, right_padding=padding)
         rows = mx.array([own + [0] * pad for own, pad in zip(tokens, padding, strict=True)])
+        # Zeros in place of states that are not known have made all of them float32.
+        before = before.astype(self.embedding_norm.weight.dtype)
         out = self._layer(rows, before[:, : max(lengths)], cache)
         if any(padding):
             cache.finalize()

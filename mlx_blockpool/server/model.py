@@ -157,6 +157,8 @@ class LoadedModel:
         if self._config.engine.drafts == "off" or provider.draft_model is not None:
             drop_head(provider.model)
         self._spec, self._no_pool = caches.describe(provider.model, provider.config, provider.name)
+        if self._spec is None:
+            drop_head(provider.model)
         caches.leave_out_draft(provider, self._spec)
         self.weights_bytes = sum(array.nbytes for array in provider.weights())
         if pool_bytes is not None and self._spec is not None:

@@ -623,7 +623,6 @@ def test_blocks_are_coloured_by_state_or_by_agent(
     expect(legend).to_contain_text("left")
     tab.get_by_role("button", name="by state").click()
     expect(legend).not_to_contain_text("several agents")
-    box = tab.locator("#map canvas").bounding_box()
-    tab.mouse.click(box["x"] + 4, box["y"] + 4)
+    tab.locator("#map canvas").click(position={"x": 4, "y": 4})
     expect(tab.locator("#block")).to_contain_text("Block 0:")
     expect(tab.locator("#block")).to_contain_text("Used by")
