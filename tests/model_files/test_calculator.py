@@ -185,6 +185,7 @@ def test_as_dict_has_every_figure() -> None:
             "dtype",
             "block_tokens",
             "context",
+            "shared",
             "longest_context",
             "kv_bits",
             "kv_group_size",

@@ -60,10 +60,8 @@ def test_without_a_store_or_a_model_they_say_so(server: Client) -> None:
         model=None, store_config=StoreConfig(), agent_files=types.SimpleNamespace(all=list)
     )
     empty.access = types.SimpleNamespace(is_open=False)
-    catalog = types.SimpleNamespace(listed=lambda: ["org/one", "org/two"])
+    catalog = types.SimpleNamespace(choices=lambda: "Requests name one of these: org/one; more.")
     empty.registry = types.SimpleNamespace(catalog=catalog)
     words = first_words(empty, "127.0.0.1", 1)
-    assert "none yet: requests name one of these: org/one, org/two" in words
-    catalog.listed = list
-    assert "`hf download mlx-community/NAME` gets one" in first_words(empty, "127.0.0.1", 1)
+    assert "none yet. Requests name one of these: org/one; more." in words
     assert "OPENAI_API_KEY=KEY" in words

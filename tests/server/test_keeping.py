@@ -10,7 +10,6 @@ import pytest
 from models import save_model
 from thorough import only
 
-from mlx_blockpool.errors import BlockpoolError
 from server.serving import Client, at_once, blockpool_server, cached_tokens, parse, until
 
 SYSTEM = "You keep what you were told to keep, and nothing else. " * 8
@@ -249,5 +248,5 @@ def test_a_request_longer_than_its_agents_quota_is_served(stored: Client) -> Non
 
 
 def test_options_that_are_no_sizes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BlockpoolError, match="'many' is not a size"):
+    with pytest.raises(SystemExit):
         parse(["--model", str(tmp_path), "--agent-bytes", "many"])

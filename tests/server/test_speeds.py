@@ -42,7 +42,11 @@ class World:
         self.arrivals = False
         self.queue = ModelQueue(1.0, clock=lambda: self.now)
         self.registry: Any = SimpleNamespace(
-            loaded={}, queue=self.queue, swap=None, config=ModelsConfig()
+            loaded={},
+            queue=self.queue,
+            swap=None,
+            config=ModelsConfig(),
+            log=SimpleNamespace(models={}),
         )
         self.speeds = ModelSpeeds(self.registry, EngineConfig(), Measurements(None))
         self.speeds.has_arrivals = lambda: self.arrivals
