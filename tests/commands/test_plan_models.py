@@ -165,6 +165,18 @@ def test_a_layer_that_holds_nothing_is_called_unused() -> None:
     assert lines_of(found)["- weights"] == ["unknown"]
 
 
+def test_what_agents_share_is_counted_once(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    asked = ["--model", "Llama-3.1-8B-4bit", "--memory", "24GB", "--context", "4k"]
+    alone = lines_of(output(capsys, *asked))
+    shared = lines_of(output(capsys, *asked, "--shared", "3k"))
+    # 131,072 bytes a token; 1,024 of 4,096 tokens are each agent's.
+    assert alone["/ one agent"][0] == "536.9 MB"
+    assert shared["- shared prefix"][0] == "402.7 MB"
+    assert shared["/ one agent"] == ["134.2 MB", "4,096 tokens, 16-bit, 3,072 of them shared"]
+    left = int(alone["= agents that fit"][0])
+    assert 4 * left - 3 <= int(shared["= agents that fit"][0]) <= 4 * left
+
+
 def test_kv_bits_choose_what_the_agents_are_counted_with(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:

@@ -277,3 +277,15 @@ def test_a_server_without_threads_keeps_no_connection_from_the_others(server: Cl
         finally:
             one_by_one.shutdown()
             serving.join()
+
+
+def test_a_client_that_speaks_tls_is_named_and_leaves_the_others_alone(
+    server: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00")
+        assert connection.recv(100) == b""
+    assert [record.message for record in caplog.records if "TLS" in record.message] == [
+        "127.0.0.1 speaks TLS, and this port serves plain HTTP: use http:// in its URL"
+    ]
+    assert server.chat([{"role": "user", "content": "Hi"}], max_tokens=1)["choices"]
