@@ -74,8 +74,12 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
             self.server_name, self.server_port = self.socket.getsockname()[:2]
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
-        if self.listening is not None:
-            self.listening(self.server_address[1], self.shutdown)
+        try:
+            if self.listening is not None:
+                self.listening(self.server_address[1], self.shutdown)
+        except KeyboardInterrupt:
+            # mlx-lm would call shutdown(), which waits for a loop that has not begun.
+            return
         super().serve_forever(poll_interval)
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -75,7 +75,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ServeParser()
     args = parser.parse_args(with_settings(list(arguments), parser))
     check_port(args.port, least=0)
-    if args.name is not None and args.model is not None:
+    given = any(part.partition("=")[0] == "--model" for part in arguments)
+    if args.name is not None and given:
         parser.error(f"the model is named twice: {args.name} and --model {args.model}")
     args.model = model_path(args.name or args.model or "") or None
     return args

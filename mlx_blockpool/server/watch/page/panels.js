@@ -145,7 +145,7 @@ export function running(map) {
 // -- agents ------------------------------------------------------------------------------------------------------------
 
 export function agents({ listed, map, hits, selection, open, onOpen, showsAll, onShowAll, sortedBy, onSort, refresh }) {
-  if (!listed.length) return [h("p", { class: "empty" }, "No agents yet. Name one with the header X-Agent-Id, or just chat: a conversation is known by how it begins. ", "Five agents to watch: ", h("code", {}, `python -m mlx_blockpool.demo.five_agents --url ${location.origin}`))];
+  if (!listed.length) return [h("p", { class: "empty" }, "No agents yet. Name one with the header X-Agent-Id, or just chat: a conversation is known by how it begins. ", "Five agents to watch: ", h("code", {}, `mlx-blockpool demo --url ${location.origin}`))];
   const bySize = { Tokens: (agent) => agent.tokens || 0, Hits: (agent) => (hits[agent.name] ? hits[agent.name].cached_tokens / hits[agent.name].prompt_tokens : -1), Own: (agent) => agent.memory.own_bytes, "First token": (agent) => (hits[agent.name] ? hits[agent.name].ttft.median : -1) }[sortedBy];
   const sorted = [...listed].sort((a, b) => (bySize ? bySize(b) - bySize(a) : sortedBy === "Agent" ? map.label(a.name).localeCompare(map.label(b.name)) : 0) || b.running + b.waiting - a.running - a.waiting || b.pinned - a.pinned || b.used.localeCompare(a.used) || a.name.localeCompare(b.name));
   const shown = showsAll ? sorted : sorted.slice(0, MOST_AGENTS);
