@@ -43,7 +43,7 @@ class Streams:
 
     def __call__(self) -> float:
         engine = BlockPoolBatchEngine(self._model, self._caches, self._config)
-        # With a salt of its own a round finds nothing that an earlier one has computed.
+        # A new salt, so that no round finds what an earlier one has computed.
         salt = os.urandom(32)
         engine.insert_all([Request(prompt, self._tokens, salt=salt) for prompt in self._prompts])
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """The servers that bench_peers compares: how each is installed and started, and what its log says.
 
-Each one has an environment of its own in CACHE. Knows no workloads.
+Each one is installed into its own environment in CACHE. Knows no workloads.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def blas() -> dict[str, str]:
 
 
 class Stream:
-    """One reply as it arrives. `times`: of each event with text. `error`: why there is no reply."""
+    """One reply as it arrives. `times`: of each event with text. `error`: why none arrived."""
 
     def __init__(self) -> None:
         self.sent = time.perf_counter()

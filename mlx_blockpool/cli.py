@@ -58,8 +58,8 @@ EXAMPLES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Exit status 0, or 2 after a BlockpoolError or without mlx, which is
-    printed as argparse prints what is wrong.
+    """Run one subcommand. Exit status 0, 130 after Ctrl-C, or 2 after a BlockpoolError or
+    without mlx, which is printed as argparse prints what is wrong.
 
     `run` of a subcommand returns the text to print, and the exit status if that is not 0.
     """
@@ -87,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BlockpoolError as error:
         print(f"mlx-blockpool: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130  # 128 and the number of SIGINT, as in shells
     except ImportError:
         problem = mlx_problem()
         if problem is None:

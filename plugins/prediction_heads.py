@@ -27,8 +27,8 @@ Weights = dict[str, mx.array]
 
 
 @dataclass(frozen=True)
-class Family:
-    """How the files of some models name the parts of a head.
+class HeadLayout:
+    """How the files of a family of models name the parts of a head.
 
     count:       the field of config.json with the number of heads, of which the first is used.
     prefix:      of the names of its tensors; {n} is the number of the model's layers.
@@ -47,7 +47,7 @@ class Family:
     array_mask: bool = False
 
 
-QWEN = Family(
+QWEN = HeadLayout(
     "mtp_num_hidden_layers",
     r"(?:.*\.)?mtp\.",
     ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
@@ -55,7 +55,7 @@ QWEN = Family(
     "layers.0.",
     chains_norm=True,
 )
-DEEPSEEK = Family(
+DEEPSEEK = HeadLayout(
     "num_nextn_predict_layers",
     r"model\.layers\.{n}\.",
     ("enorm", "hnorm", "shared_head.norm"),
@@ -63,7 +63,7 @@ DEEPSEEK = Family(
     "",
     chains_norm=False,
 )
-FAMILIES = {
+LAYOUTS = {
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN,
     "qwen3_next": QWEN,
@@ -75,10 +75,10 @@ FAMILIES = {
 
 @hookimpl
 def model_classes(config: dict[str, Any]) -> tuple[type, type] | None:
-    family = FAMILIES.get(str(config.get("model_type")))
+    layout = LAYOUTS.get(str(config.get("model_type")))
     text = config.get("text_config")
     fields = {**config, **(text if isinstance(text, dict) else {})}
-    if family is None or not fields.get(family.count):
+    if layout is None or not fields.get(layout.count):
         return None
     try:
         model_class, args_class = stock_classes(config)
@@ -107,11 +107,11 @@ class _Reader:
 
     def sanitize(self, weights: Weights) -> Weights:
         """As mlx-lm does, but the tensors of the head stay if it can be used."""
-        family = FAMILIES[self.model_type]
-        tensors, others = _divided(self, family, weights)
+        layout = LAYOUTS[self.model_type]
+        tensors, others = _divided(self, layout, weights)
         own: Weights = self.base.sanitize(self, dict(others))
         try:
-            head, found = _read(self, family, tensors, others)
+            head, found = _read(self, layout, tensors, others)
         except _UnusableHeadError as error:
             level = logging.WARNING if tensors else logging.INFO
             log.log(level, "%s runs without a prediction head: %s", self.base.__module__, error)
@@ -170,9 +170,9 @@ def _add(model: Any, head: PredictionHead) -> None:
     model.captured, model.prediction_head = captured, head
 
 
-def _divided(model: Any, family: Family, weights: Weights) -> tuple[Weights, Weights]:
+def _divided(model: Any, layout: HeadLayout, weights: Weights) -> tuple[Weights, Weights]:
     """The tensors of the head, by what follows its prefix, and all others."""
-    pattern = re.compile(family.prefix.format(n=len(_text(model).model.layers)))
+    pattern = re.compile(layout.prefix.format(n=len(_text(model).model.layers)))
     tensors, others = Weights(), Weights()
     for name, value in weights.items():
         found = pattern.match(name)
@@ -184,14 +184,14 @@ def _divided(model: Any, family: Family, weights: Weights) -> tuple[Weights, Wei
 
 
 def _read(
-    model: Any, family: Family, tensors: Weights, others: Weights
+    model: Any, layout: HeadLayout, tensors: Weights, others: Weights
 ) -> tuple[PredictionHead, Weights]:
     """The head of a model, and its tensors by their names in it. Raises _UnusableHeadError."""
     if not tensors:
         raise _UnusableHeadError("its files have none")
     at = _full_layer(model)
-    head = _head(_text(model), family, at)
-    found = _tensors(model, family, at, tensors, others)
+    head = _head(_text(model), layout, at)
+    found = _tensors(model, layout, at, tensors, others)
     needed = dict(tree_flatten(head.parameters()))
     is_quantised = any(name.endswith(".scales") for name in others)
     packed = {
@@ -217,7 +217,7 @@ def _read(
     return head, found
 
 
-def _tensors(model: Any, family: Family, at: int, tensors: Weights, others: Weights) -> Weights:
+def _tensors(model: Any, layout: HeadLayout, at: int, tensors: Weights, others: Weights) -> Weights:
     """The tensors of a head by their names in it, as mlx-lm makes those of the layer `at`: they
     take the place of that layer's.
     """
@@ -226,8 +226,8 @@ def _tensors(model: Any, family: Family, at: int, tensors: Weights, others: Weig
     if len(names) != 1:
         raise _UnusableHeadError(f"{len(names)} tensors are named {ending}")
     root, stem = names[0].removesuffix(ending), names[0].removesuffix("input_layernorm.weight")
-    embedding, hidden, norm = family.norms
-    for name in family.norms:
+    embedding, hidden, norm = layout.norms
+    for name in layout.norms:
         if f"{name}.weight" not in tensors:
             raise _UnusableHeadError(f"its files have no {name}.weight of it")
         if tensors[f"{name}.weight"].shape != _text(model).model.norm.weight.shape:
@@ -235,9 +235,9 @@ def _tensors(model: Any, family: Family, at: int, tensors: Weights, others: Weig
             raise _UnusableHeadError(f"{name}.weight of it has the shape {shape}")
     given = {name: value for name, value in others.items() if not name.startswith(stem)}
     given |= {
-        stem + name.removeprefix(family.layer): value
+        stem + name.removeprefix(layout.layer): value
         for name, value in tensors.items()
-        if name.startswith(family.layer)
+        if name.startswith(layout.layer)
     }
     given[f"{root}norm.weight"] = tensors[f"{norm}.weight"]
     try:
@@ -258,13 +258,13 @@ def _tensors(model: Any, family: Family, at: int, tensors: Weights, others: Weig
     found["embedding_norm.weight"] = tensors[f"{embedding}.weight"] + added
     found["hidden_norm.weight"] = tensors[f"{hidden}.weight"] + added
     return found | {
-        name.replace(family.projection, "projection", 1): value
+        name.replace(layout.projection, "projection", 1): value
         for name, value in tensors.items()
-        if name.startswith(f"{family.projection}.")
+        if name.startswith(f"{layout.projection}.")
     }
 
 
-def _head(text: Any, family: Family, at: int) -> PredictionHead:
+def _head(text: Any, layout: HeadLayout, at: int) -> PredictionHead:
     backbone = text.model
 
     def embed(tokens: mx.array) -> mx.array:
@@ -285,8 +285,8 @@ def _head(text: Any, family: Family, at: int) -> PredictionHead:
         norm.eps,
         embed,
         logits,
-        chains_norm=family.chains_norm,
-        array_mask=family.array_mask,
+        chains_norm=layout.chains_norm,
+        array_mask=layout.array_mask,
     )
 
 

@@ -42,7 +42,7 @@ def config_of(name: str) -> dict[str, Any]:
     given = {**MODELS.get(base, ARCHITECTURES[base])}
     if base != name:
         given = wide(ARCHITECTURES[base])
-    count = {prediction_heads.FAMILIES[base].count: 1}
+    count = {prediction_heads.LAYOUTS[base].count: 1}
     if "text_config" in given:
         return {**given, "text_config": {**given["text_config"], **count}}
     return {**given, **count}
@@ -60,8 +60,8 @@ def trained(name: str) -> tuple[Any, PredictionHead]:
     config = config_of(name)
     model_class, args_class = stock_classes(config)
     model: Any = model_class(args_class.from_dict(config))
-    family, text = prediction_heads.FAMILIES[base_of(name)], prediction_heads._text(model)
-    head = prediction_heads._head(text, family, prediction_heads._full_layer(model))
+    layout, text = prediction_heads.LAYOUTS[base_of(name)], prediction_heads._text(model)
+    head = prediction_heads._head(text, layout, prediction_heads._full_layer(model))
     both = nn.Module()
     both.model, both.head = model, head
     both.train()
@@ -90,15 +90,15 @@ def trained(name: str) -> tuple[Any, PredictionHead]:
 def tensors_of(name: str) -> dict[str, mx.array]:
     """The tensors of a trained head by the names that the files of such models have."""
     model, head = trained(name)
-    family = prediction_heads.FAMILIES[base_of(name)]
+    layout = prediction_heads.LAYOUTS[base_of(name)]
     num_layers = len(prediction_heads._text(model).model.layers)
-    prefix = "mtp." if family.layer else f"model.layers.{num_layers}."
-    embedding, hidden, norm = family.norms
+    prefix = "mtp." if layout.layer else f"model.layers.{num_layers}."
+    embedding, hidden, norm = layout.norms
     names = {
         r"embedding_norm\.": f"{embedding}.",
         r"hidden_norm\.": f"{hidden}.",
-        r"projection\.": f"{family.projection}.",
-        r"layer\.": family.layer,
+        r"projection\.": f"{layout.projection}.",
+        r"layer\.": layout.layer,
         r"norm\.": f"{norm}.",
     }
     found = {}

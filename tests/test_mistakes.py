@@ -36,6 +36,7 @@ MISTAKES = {
         "demo --url {closed}",
         "does not answer.*Give --url a server",
     ),
+    "no turns": ("demo --turns 0", "--turns must be at least 1"),
     "no server for top": ("top --url {closed}", "Start the server, or give --url another one"),
     "a URL without a scheme": ("top --url 127.0.0.1:1", "Cannot read http://127.0.0.1:1/health"),
     "a URL with a port that none can be": ("demo --url http://x:99999", "between 1 and 65535"),

@@ -65,7 +65,7 @@ def test_a_head_that_cannot_be_used_is_left_out_and_named(
     caplog.set_level(logging.INFO)
     tensors = heads.tensors_of(name)
     projection = next(
-        key for key in tensors if f".{prediction_heads.FAMILIES[name].projection}." in key
+        key for key in tensors if f".{prediction_heads.LAYOUTS[name].projection}." in key
     )
     norm = next(key for key in tensors if ("norm" in key and "layer" not in key) or "hnorm" in key)
     layer = next(key for key in tensors if key.endswith("o_proj.weight"))

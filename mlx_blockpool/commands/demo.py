@@ -5,11 +5,14 @@ server. Imports no mlx.
 from __future__ import annotations
 
 import argparse
+import http.client
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -21,9 +24,14 @@ from ..formatting import table
 from .top import HEALTH, Server
 
 ADVICE = "Give --url a server of this project that needs no key, or leave it out"
+FAILURES = (OSError, http.client.HTTPException, ValueError, LookupError)
 TURNS = 6
 START_SECONDS = 120.0
-OWN = (sys.executable, "-m", "mlx_blockpool.cli", "serve", NAME, "--no-store")
+# Without the settings of the user's own server.
+OWN = (
+    *(sys.executable, "-m", "mlx_blockpool.cli", "serve", NAME),
+    *("--no-store", "--config", os.devnull),
+)
 STOCK = (sys.executable, "-m", "mlx_lm.server", "--model", model_path())
 
 
@@ -38,6 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> str:
+    if args.turns < 1:
+        raise BlockpoolError(f"--turns must be at least 1 (got {args.turns})")
     rows = [["server", "seconds", "tokens of prompts", "computed"]]
     with nullcontext(check_url(args.url)) if args.url is not None else _server(OWN) as url:
         before = _saved(url)
@@ -53,19 +63,25 @@ def _saved(url: str) -> float:
     """saved(). Raises BlockpoolError for a server that does not say it."""
     try:
         return saved(url)
-    except (OSError, ValueError, LookupError) as error:
-        raise BlockpoolError(f"{url} does not answer: {error}. {ADVICE}.") from error
+    except FAILURES as error:
+        raise _unusable(url, error) from error
 
 
 def _row(name: str, url: str, turns: int) -> list[str]:
     began = time.monotonic()
     try:
         replies = talk_all(url, turns)
-    except (OSError, ValueError, LookupError) as error:
-        raise BlockpoolError(f"{url} does not answer: {error}. {ADVICE}.") from error
+    except FAILURES as error:
+        raise _unusable(url, error) from error
     tokens = sum(total for total, _ in replies)
     computed = tokens - sum(cached for _, cached in replies)
     return [name, f"{time.monotonic() - began:.1f}", f"{tokens:,}", f"{computed:,}"]
+
+
+def _unusable(url: str, error: Exception) -> BlockpoolError:
+    is_answer = isinstance(error, urllib.error.HTTPError)
+    what = f"answers {error}" if is_answer else f"does not answer: {error}"
+    return BlockpoolError(f"{url} {what}. {ADVICE}.")
 
 
 @contextmanager
@@ -74,12 +90,13 @@ def _server(command: Sequence[str]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)
+        without_key = {k: v for k, v in os.environ.items() if k != "MLX_BLOCKPOOL_API_KEY"}
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=log, stderr=log, env=without_key
+        )
         try:
-            server, until = (
-                Server(f"http://127.0.0.1:{port}", None),
-                time.monotonic() + START_SECONDS,
-            )
+            server = Server(f"http://127.0.0.1:{port}", None)
+            until = time.monotonic() + START_SECONDS
             while not _answers(server):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)

@@ -17,7 +17,7 @@ HEAD_ASSUMED = [0.8, 0.7, 0.6, *[0.5] * (len(BUCKETS) - 2)]
 
 
 class HeadSource:
-    """Guesses that cost a forward of the head, so that none is made to learn only.
+    """Guesses that cost a forward of the head, which is never run just to gather statistics.
 
     acceptance: how often a guess is right if those before it are, by how many are before it.
     memory:     after this many tokens without a guess, what the request has shown is forgotten.

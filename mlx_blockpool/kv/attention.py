@@ -126,7 +126,7 @@ def attend_grouped(
     )
 
 
-class AlikeAttention:
+class MergedAttention:
     """attend_grouped() of members that read one run each of the same arrays [1, kv_heads, blocks *
     256, ..], of float32 on a CPU, in one product: mlx picks the rows where they lie.
 

@@ -90,7 +90,8 @@ class CarriedStates(HiddenStates):
 
 
 class PredictionHead(nn.Module):  # type: ignore[misc]
-    """A head that shares the embeddings and the output layer of its model.
+    """A head that drafts tokens for speculative decoding. It shares the embeddings and the output
+    layer of its model.
 
     layer:       a decoder layer of the model's own class with full attention: self_attn(x, mask,
                  cache) after input_layernorm.

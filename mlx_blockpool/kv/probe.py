@@ -557,7 +557,7 @@ class _OwnLogits:
             found = [tuple(array.shape) for array in cache.saved_arrays() if array is not None]
             self.grows |= found != [shape for shape, _ in leaf.arrays]
         if self.grows:
-            raise NotImplementedError("states that grow with the first tokens are no rows")
+            raise NotImplementedError("states that grow with the first tokens cannot be batched")
 
     def sample(self, prompt: list[int]) -> tuple[tuple[int, float], ...]:
         """The tokens with the largest logits after a prompt, and these."""
@@ -577,7 +577,8 @@ def _compared(
     is_last: bool = True,
 ) -> str | None:
     """What differs between computed logits and those of each prompt alone after `count` tokens
-    more; None if nothing does. `is_last`: no simpler way will show whether those are right.
+    more; None if nothing does. `is_last`: no fallback will be tried after
+    this one.
     """
     model, spec = own.model, own.spec
     try:

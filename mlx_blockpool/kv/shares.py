@@ -56,7 +56,7 @@ class Share:
     shared, own:  where in the slabs their keys and values lie: those that all of them read, and
                   those of each member.
     cost:         how long it takes in relation to other shares.
-    alike:        the shares that are read as this one, by merged(); `own` has the runs of each.
+    parts:        the shares that merged() made this one of; `own` has the run of each.
     """
 
     members: tuple[int, ...]
@@ -65,7 +65,7 @@ class Share:
     rows: Sequence[int] = ()
     pieces: Pieces = ((), ())
     is_whole: bool = True
-    alike: Sequence[Share] = ()
+    parts: Sequence[Share] = ()
 
     @cached_property
     def queries(self) -> tuple[slice | mx.array, slice]:
@@ -79,7 +79,7 @@ class Share:
     def is_one_run(self) -> bool:
         """Whether one member reads one run, or several alike, and nothing with others."""
         shared, own = self.pieces
-        return not shared and len(own[0]) == 1 and (len(own) == 1 or bool(self.alike))
+        return not shared and len(own[0]) == 1 and (len(own) == 1 or bool(self.parts))
 
 
 class Shares:
@@ -217,17 +217,17 @@ def merged(shares: Sequence[Share]) -> list[Share]:
             ((slab, _, count),) = share.pieces[1][0]
             key = id(slab), -(-count // ALIKE_TOKENS)
         found.setdefault(key, []).append(share)
-    return [alike[0] if len(alike) == 1 else _as_one(alike) for alike in found.values()]
+    return [parts[0] if len(parts) == 1 else _merge(parts) for parts in found.values()]
 
 
-def _as_one(alike: list[Share]) -> Share:
+def _merge(parts: list[Share]) -> Share:
     return Share(
-        tuple(i for share in alike for i in share.members),
-        sum(share.cost for share in alike),
-        alike[0].heads,
-        [row for share in alike for row in share.rows],
-        ((), [share.pieces[1][0] for share in alike]),
-        alike=alike,
+        tuple(i for share in parts for i in share.members),
+        sum(share.cost for share in parts),
+        parts[0].heads,
+        [row for share in parts for row in share.rows],
+        ((), [share.pieces[1][0] for share in parts]),
+        parts=parts,
     )
 
 

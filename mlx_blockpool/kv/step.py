@@ -20,7 +20,7 @@ from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, Form, WindowLayer, blocks_for
 from .arena import KVArena, Place
 from .attention import (
-    AlikeAttention,
+    MergedAttention,
     attend_causally,
     attend_cluster,
     attend_grouped,
@@ -280,8 +280,8 @@ class Step:
             and not (self.is_tentative or self._is_quantised or self.is_ring)
         )
         self._masks: dict[tuple[int, int], mx.array | None] = {}
-        # How members that are read as one are read in this step.
-        self._readings: dict[tuple[int, ...], AlikeAttention] = {}
+        # The attention of merged shares, which all layers of this step use, by members.
+        self._readings: dict[tuple[int, ...], MergedAttention] = {}
         self._offsets: mx.array | None = None
         self._starts = [m.offset for m in members]
         self._kernel: KernelAttention | None = None
@@ -436,7 +436,7 @@ class Step:
             # What most members read in most steps, with the fewest calls.
             slab, start, count = share.pieces[1][0][0]
             held: Any = slab.layers[index]
-            if share.alike and sinks is None:
+            if share.parts and sinks is None:
                 reading = self._readings.get(share.members) or self._reading_of(share)
                 return reading.attend(mine, held, roles.values)
             where = slice(None), heads, slice(start, start + count)
@@ -447,9 +447,9 @@ class Step:
                 weights = softmax(mine @ keys.swapaxes(-1, -2)).astype(values.dtype)
                 out: mx.array = (weights @ values).astype(mine.dtype)
                 return out
-        if share.alike:
+        if share.parts:
             return concatenated(
-                [self._read(each, index, grouped, new, sinks, roles) for each in share.alike]
+                [self._read(each, index, grouped, new, sinks, roles) for each in share.parts]
             )
         members, (first, last), (shared, own) = share.members, share.heads, share.pieces
         tails = [
@@ -473,11 +473,11 @@ class Step:
             mine, together, tails, sinks, [self.counts[i] for i in members], masks
         )
 
-    def _reading_of(self, share: Share) -> AlikeAttention:
+    def _reading_of(self, share: Share) -> MergedAttention:
         runs = [run for (run,) in share.pieces[1]]
         slabs, starts, counts = zip(*runs, strict=True)
         dims = [array.dim for array in self.layer.arrays]
-        found = self._readings[share.members] = AlikeAttention(
+        found = self._readings[share.members] = MergedAttention(
             starts, counts, slabs[0].blocks, self.layer.kv_heads, dims
         )
         return found
@@ -544,7 +544,7 @@ class Step:
         if not self._may_merge:
             return loads
         loads = [merged(load) for load in loads]
-        for share in (share for load in loads for share in load if share.alike):
+        for share in (share for load in loads for share in load if share.parts):
             for ((slab, start, count),) in share.pieces[1]:
                 # Another sequence may have left infinities there.
                 slab.clear(start + count, start + blocks_for(count) * BLOCK_TOKENS)

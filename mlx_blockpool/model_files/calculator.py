@@ -1,7 +1,8 @@
 """Plans: the bytes of a token, an agent and a checkpoint, and how many agents fit next to a model's
 weights.
 
-Computes from a spec, in whole blocks with nothing shared. Does not know files, mlx or pools.
+Computes from a spec, in whole blocks, of which agents share those of a common prefix. Does not know
+files, mlx or pools.
 """
 
 from __future__ import annotations

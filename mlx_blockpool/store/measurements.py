@@ -58,10 +58,10 @@ class Measurements:
             log.info("measurements cannot be read: %s", error)
             return {}
 
-    def add_saved(self, seconds: float) -> float:
+    def add_saved(self, seconds: float) -> float | None:
         """Add to the seconds that reuse has saved in this folder since the installation.
 
-        Returns their sum; `seconds` alone if the disk fails.
+        Returns their sum; None if the disk fails, and then nothing was added.
         """
         select = "SELECT figures FROM measurements WHERE measured_on = ?"
         try:
@@ -74,10 +74,10 @@ class Measurements:
                     f"(?, '', '', coalesce(({select}), 0) + ?)",
                     (SAVED, SAVED, seconds),
                 )
-            return float(self._database.rows(select, SAVED)[0][0])
+                return float(connection.execute(select, (SAVED,)).fetchone()[0])
         except (OSError, ValueError, TypeError) as error:
             log.info("saved seconds are not remembered: %s", error)
-            return seconds
+            return None
 
     def save(self, on: MeasuredOn, model: str, figures: Mapping[str, Any]) -> None:
         """Add `figures` that JSON can hold; those of the same name are replaced.

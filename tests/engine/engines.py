@@ -2,7 +2,7 @@
 
 A name is that of a model of models.py or architectures/, or also of the bits of its keys and
 values: "llama", "llama K8V4"; 16: as the model computes them. In fewer bits mlx-lm answers on
-caches of its own that are given rounded keys and values. "qwen3_5+head" is a model of heads.py with
+its own caches, which are given rounded keys and values. "qwen3_5+head" is a model of heads.py with
 its prediction head.
 """
 

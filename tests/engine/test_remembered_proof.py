@@ -81,7 +81,7 @@ def test_a_first_load_takes_few_forwards_and_a_later_one_two(
     assert len(calls) <= 15
     calls.clear()
     assert load(model, tmp_path) == first
-    # Three of them show how the states of its own class grow.
+    # Three of them show how the states of its class grow.
     assert len(calls) <= (4 if name == "deepseek_v41" else 2)
 
 

@@ -153,6 +153,16 @@ def test_what_mlx_raises_for_a_lost_rank_is_an_answer_in_words(
 OPENAI, ANTHROPIC = {"message", "type", "param", "code"}, {"message", "type"}
 
 
+@pytest.mark.parametrize(
+    ("path", "known"), [("/v1/modles", "/v1/models"), ("/v1/cache/explian", "/v1/cache/explain")]
+)
+def test_a_mistyped_path_names_one_that_is_served(server: Client, path: str, known: str) -> None:
+    status, answer = server.send(path)
+    assert status == 404
+    assert answer["error"]["message"] == f"Unknown path {path}. Is it {known}?"
+    assert server.send(known)[0] == 200
+
+
 @pytest.mark.parametrize("body", [None, {}])
 @pytest.mark.parametrize(
     ("path", "headers", "fields"),

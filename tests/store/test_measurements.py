@@ -90,3 +90,8 @@ def test_seconds_saved_are_added_up_over_starts(tmp_path: Path) -> None:
     assert [first.add_saved(2.5), other.add_saved(1.25), first.add_saved(0.5)] == [2.5, 3.75, 4.25]
     assert Measurements(tmp_path).add_saved(0.0) == 4.25
     assert Measurements(None).add_saved(1.0) == 1.0
+
+
+def test_seconds_saved_that_cannot_be_written_are_not_taken_for_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert Measurements(tmp_path / "file").add_saved(2.5) is None

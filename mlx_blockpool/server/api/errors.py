@@ -60,7 +60,7 @@ def unknown_path(path: str, routes: Iterable[Route] = ()) -> str:
     )
     if methods:
         return f"{path[:80]} is a path for {methods}."
-    near = nearest(path[:80], [route.path for route in routes])
+    near = nearest(path[:80], [route.path.removesuffix("/*") for route in routes])
     advice = near or "See the server's README for the endpoints."
     return f"Unknown path {path[:80]}. {advice}"
 

@@ -614,7 +614,7 @@ class ModelSpeeds:
         # When a measuring was tried last.
         self._tried = 0.0
         # Seconds saved before this start, and those since that are remembered.
-        self._saved_before, self._remembered = measurements.add_saved(0.0), 0.0
+        self._saved_before, self._remembered = measurements.add_saved(0.0) or 0.0, 0.0
 
     def at_load(self, model: LoadedModel, caches: PooledCaches) -> PooledCaches:
         """The caches of a model that is being loaded, with the figures that are remembered."""
@@ -636,9 +636,13 @@ class ModelSpeeds:
     def remember_saved(self) -> None:
         """Write the seconds that were saved since the last call into the store's database."""
         now = self.saved()["since_start"]
-        if now != self._remembered:
-            self._measurements.add_saved(now - self._remembered)
+        if now == self._remembered:
+            return
+        if self._measurements.add_saved(now - self._remembered) is not None:
             self._remembered = now
+        else:
+            # Not again at once: a locked database makes the thread wait.
+            self._tried = self._registry.queue.clock()
 
     def catch_up(self) -> None:
         """Measure loaded models that are not measured yet, if the server is quiet, until

@@ -27,7 +27,8 @@ async function ask(text) {
   let first = null;
   try {
     const body = { model: "default_model", messages: sent, stream: true, stream_options: { include_usage: true } };
-    await stream("v1/chat/completions", body, running.signal, ({ choices, usage }) => {
+    await stream("v1/chat/completions", body, running.signal, ({ choices, usage, error }) => {
+      if (error) throw new Error(error.message || error);
       const text = choices && choices[0] && choices[0].delta && choices[0].delta.content;
       if (text) first ??= performance.now();
       reply.content += text || "";

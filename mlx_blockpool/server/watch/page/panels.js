@@ -1,6 +1,7 @@
 // The figures, running requests, agents, last requests, models and alarms, as descriptions of elements.
 
 import { AGENT_ACTS, MODEL_ACTS, button } from "./acts.js";
+import { hasKey } from "./api.js";
 import { ago, bytes, count, h, plural, seconds, share, short } from "./dom.js";
 
 const MOST_AGENTS = 30;
@@ -273,7 +274,7 @@ export function misses(listed) {
 // -- connect -----------------------------------------------------------------------------------------------------------
 
 export function connect(clients, onCopy) {
-  const values = { $url: location.origin, $key: "any" };
+  const values = { $url: location.origin, $key: hasKey() ? "KEY" : "any" };
   return [h("ul", { class: "clients" }, Object.entries(clients || {}).map(([name, line]) => {
     const command = line.replace(/\$(url|key)/g, (found) => values[found]);
     return h("li", { key: name }, h("b", {}, name),
