@@ -40,7 +40,7 @@ class KVArena:
 
     capabilities: what the model can do with this pool.
     decode:       how decode steps run; `steps` has the last one of each layer group.
-    first:        the first leaf that lives in blocks.
+    first, last:  the first and the last leaf that live in blocks.
     unread:       the leaves whose writes are evaluated before the next ones.
     state_bytes:  what states of running sequences and checkpoints may take of `pool_bytes`.
     """
@@ -70,7 +70,7 @@ class KVArena:
             for index, layer in enumerate(group.layers)
         ]
         self.places: dict[int, Place] = dict(places)
-        self.first = min(self.places, default=0)
+        self.first, self.last = min(self.places, default=0), max(self.places, default=0)
         arrays = self.places[self.first].layer.arrays if self.places else ()
         self._first_dtype = getattr(mx, spec.dtype_of(arrays[0])) if arrays else self.dtype
         self.unread = _unread(spec, self.places)

@@ -205,9 +205,8 @@ def restore(classes: Iterable[tuple[Any, type]]) -> None:
 
 def detach(model: Any) -> None:
     """Undo attach() and bind()."""
-    for _, module in model.named_modules():
-        if "_attached_from" in type(module).__dict__:
-            module.__class__ = type(module)._attached_from
+    for module in attached_modules(model):
+        module.__class__ = type(module)._attached_from
 
 
 @contextmanager
@@ -265,6 +264,6 @@ def sources_of(model: Any) -> list[str]:
     )
 
 
-def is_attached(model: Any) -> bool:
-    """Return whether bind() has attached a model."""
-    return any("_attached_from" in type(module).__dict__ for _, module in model.named_modules())
+def attached_modules(model: Any) -> list[Any]:
+    """The submodules that bind() has attached."""
+    return [m for _, m in model.named_modules() if "_attached_from" in type(m).__dict__]

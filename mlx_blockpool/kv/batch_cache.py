@@ -212,12 +212,18 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             return self._attend_prompts(queries, prompts, scale, sinks)
         if not self._chunks:
             return self.attend_step(queries, scale, sinks, KEYS_AND_VALUES)
+        after = self._chunks[0][0].start
+        found = self.attend_step(queries[:after], scale, sinks, KEYS_AND_VALUES)
+        first = self.members[0]
+        if first.layer == first.sequence.arena.last:
+            # No layer after this one writes what prompts leave behind, and of their tokens nothing
+            # else is read.
+            unread = (queries.shape[0] - after, *found.shape[1:])
+            return mx.concatenate([found, mx.zeros(unread, found.dtype)])
         outputs = [
             chunk.attend(queries[own].swapaxes(0, 2), chunk, chunk, scale, None, sinks)
             for own, chunk in self._chunks
         ]
-        queries = queries[: self._chunks[0][0].start]
-        found = self.attend_step(queries, scale, sinks, KEYS_AND_VALUES)
         return mx.concatenate([found, *(out.swapaxes(0, 2) for out in outputs)])
 
     def attend_parts(

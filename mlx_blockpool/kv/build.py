@@ -19,7 +19,7 @@ from ..plugins import spec_of_model, traced_spec
 from ..ranks.group import ALONE, Ranks, ranks_of
 from ..spec import ModelCacheSpec, StateLayer
 from .arena import KVArena
-from .attach import classes_of, detach, is_attached, restore
+from .attach import attached_modules, classes_of, detach, restore
 from .capabilities import Capabilities
 from .prediction_head import drop_head
 from .probe import probe
@@ -135,7 +135,7 @@ def open_served(
     except ValueError as error:
         log.warning("%s Keys and values stay in %s, and --kv-bits is not used.", error, spec.dtype)
         wanted = spec
-    was_attached = is_attached(model)
+    was_attached = bool(attached_modules(model))
     arena = allocate(wanted, pool_bytes, config, ranks)
     found = arena.capabilities = probe(model, arena, ranks)
     if found.ragged or wanted == spec:

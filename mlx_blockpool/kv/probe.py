@@ -23,7 +23,7 @@ from ..plugins import attention_adapters
 from ..ranks.group import ALONE, Ranks
 from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, writes_of
 from .arena import KVArena
-from .attach import bind, classes_of, detached, is_by_member, restore, sources_of
+from .attach import attached_modules, bind, classes_of, detached, is_by_member, restore, sources_of
 from .capabilities import Capabilities
 from .kernel_trial import refused_kernels
 from .pending_tokens import PendingTokens, first_rows, padded_forward, takes_back
@@ -257,8 +257,10 @@ def _verifies(own: _OwnLogits, arena: KVArena, ranks: Ranks) -> tuple[Any, bool]
     """Capabilities.verifies and mixes. Groups of ranks do not try."""
     if not ranks.decides:
         return None, False
-    # A model that computes member by member for want of another way takes no chunk.
-    ways = (False,) if arena.capabilities.differs else (True, False)
+    # A model that computes member by member for want of another way takes no chunk. Where layers
+    # read the keys of others, a chunk costs less alone: then nothing needs them.
+    reads_others = len(attached_modules(own.model)) > len(arena.places)
+    ways = (False,) if arena.capabilities.differs or reads_others else (True, False)
     for mixes in ways if arena.capabilities.ragged else ():
         found = _prompts(own.model, arena)
         try:
