@@ -6,6 +6,7 @@ blocks.
     insert(tokens, caches)   add what the caches hold to the trie; the sequence continues
     release(tokens, caches)  insert, and give the blocks back to the pool, evictable
     discard(caches)          give the blocks back and cache nothing
+    use(tokens)              acquire for a `with` block, then release, or discard after an error
     lend(count)              empty caches for tokens that are never cached
 
 Of the n tokens of a prompt:
@@ -24,8 +25,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat, takewhile
 from typing import Any
@@ -161,6 +163,23 @@ class PrefixCache:
         self._refs[_sequence(caches)] = match.first(lookup.hit)
         self._count(lookup)
         return Acquired(caches, list(tokens[lookup.hit :]), lookup)
+
+    @contextmanager
+    def use(
+        self, tokens: list[int], max_tokens: int = PoolConfig.max_tokens, salt: bytes = SHARED
+    ) -> Iterator[Acquired]:
+        """acquire() for a `with` block, whose end releases the caches.
+
+        Append to `tokens` what the model generates, so that the reply is cached as well. After an
+        exception the blocks return to the pool, and nothing is cached. Raises as acquire() does.
+        """
+        hit = self.acquire(tokens, max_tokens, salt=salt)
+        try:
+            yield hit
+        except BaseException:
+            self.discard(hit.caches)
+            raise
+        self.release(tokens, hit.caches, policy=RetentionPolicy(salt=salt))
 
     def lend(self, count: int) -> list[Any]:
         """Empty caches for `count` tokens, until discard(). Raises as acquire() does."""

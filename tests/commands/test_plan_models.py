@@ -143,6 +143,39 @@ def test_the_readmes_plan_of_the_demo_runs(capsys: pytest.CaptureFixture[str]) -
     assert lines_of(found)["/ one agent"][0] == "33.6 MB"
 
 
+def test_the_readmes_agents_by_memory_are_those_of_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = {
+        "Llama-3.1-8B-4bit": LLAMA_8B_4BIT,
+        "gemma-3-12b-it-4bit": GEMMA_12B_4BIT,
+        "Qwen2.5-14B-4bit": QWEN_14B_4BIT,
+        "gpt-oss-20b": GPT_OSS_20B,
+        "Qwen3-Next-80B-A3B-4bit": {**QWEN3_NEXT_80B, **FOUR_BITS},
+    }
+    text = TEXTS["README.md"].partition("<!-- plan -->")[2].partition("<!-- end of plan -->")[0]
+    heads, _, *lines = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    )
+    assert [name for name, *_ in lines] == list(configs)
+    models = [
+        argument
+        for name, config in configs.items()
+        for argument in ("--model", str(write_config(tmp_path / name, config).parent))
+    ]
+    for column, head in enumerate(heads[1:], 1):
+        (memory,) = re.findall(r"\((\d+) GB\)", head)
+        found = output(
+            capsys, *models, "--memory", f"{memory}GB", "--context", "32k", "--shared", "16k"
+        )
+        agents = {row[0]: row[-2:] for row in map(str.split, found.splitlines()) if row}
+        for name, *cells in lines:
+            expected = "none" if agents[name] == ["0", "0"] else ", ".join(agents[name])
+            assert cells[column - 1] == expected, (name, head)
+
+
 @pytest.mark.parametrize(
     ("name", "layers"),
     [

@@ -279,3 +279,41 @@ def test_unpin_takes_back_what_pin_took_whatever_was_added_since() -> None:
     prefix.trim_to(0)
     assert prefix.nbytes == 0
     assert prefix.unpin([5]) == 0, "what was not pinned can be unpinned"
+
+
+def test_a_with_block_caches_what_it_was_given_and_what_was_appended() -> None:
+    prefix = prefix_cache()
+    tokens = LONG[:600]
+    with prefix.use(tokens, 10) as hit:
+        compute(hit)
+        for cache in hit.caches:
+            cache.update_and_fetch(*numbered(600, 1))
+        tokens.append(7)
+    assert prefix.pool.settle()[0].held == 0
+    with prefix.use([*LONG[:600], 7, 8], 10) as hit:
+        assert (hit.lookup.hit, hit.rest) == (601, [8])
+    prefix.check()
+
+
+def test_a_with_block_that_fails_caches_nothing_and_holds_nothing() -> None:
+    prefix = prefix_cache()
+
+    def fail() -> None:
+        with prefix.use(LONG, 10) as hit:
+            compute(hit)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert prefix.pool.settle()[0].held == 0
+    assert prefix.look(LONG).hit == 0
+    prefix.check()
+
+
+def test_a_with_block_keeps_to_its_salt() -> None:
+    prefix = prefix_cache()
+    with prefix.use(LONG, 10, salt=bytes(range(32))) as hit:
+        compute(hit)
+    assert prefix.look(LONG).hit == 0
+    with prefix.use(LONG, 10, salt=bytes(range(32))) as hit:
+        assert hit.lookup.hit == len(LONG) - 1

@@ -1,0 +1,24 @@
+"""The site that mkdocs makes of the documents. .ci/run builds it, with all links between pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from documents import JOURNALS, ROOT, TEXTS
+
+
+def pages(nav: list[Any]) -> Iterator[str]:
+    for item in nav:
+        if isinstance(item, str):
+            yield item
+        else:
+            (found,) = item.values()
+            yield from pages([found] if isinstance(found, str) else found)
+
+
+def test_every_document_is_a_page_of_the_site_once() -> None:
+    settings = yaml.safe_load((ROOT / ".ci/mkdocs.yml").read_text(encoding="utf-8"))
+    journals = [path.relative_to(ROOT).as_posix() for path in JOURNALS]
+    assert sorted(pages(settings["nav"])) == sorted([*TEXTS, *journals])
