@@ -9,7 +9,9 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +19,7 @@ import pytest
 from documents import ROOT
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
-from server.serving import blockpool_server, text_of
+from server.serving import blockpool_server, cached_tokens, text_of
 
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv.build import describe
@@ -35,6 +37,58 @@ pytestmark = pytest.mark.skipif(
 POOL = ("--pool-bytes", "60MB", "--measure", "off")
 SYSTEM = {"role": "system", "content": "Answer in a word."}
 QUESTIONS = ("The capital of France?", "Three colours:")
+PROMPTS = (
+    "The capital of France?",
+    "Three colours:",
+    "How many days has a week?",
+    "Translate 'good morning' into Spanish.",
+    "Which planet is the largest?",
+    "What does a compiler do?",
+    "Write a haiku about the sea.",
+    "Name a prime number above ten.",
+    "Who wrote Hamlet?",
+    "What is 12 times 12?",
+    "Explain photosynthesis in one sentence.",
+    "List the primary colours.",
+    "What is the boiling point of water?",
+    "Give a synonym of 'quick'.",
+    "What is the opposite of 'north'?",
+    "Name two programming languages.",
+    "What is a variable in Python?",
+    "Write a Python function that adds two numbers.",
+    "Fix this line: pritn('hello')",
+    "What does git commit do?",
+    "Name an ocean.",
+    "How do I boil an egg?",
+    "What is the plural of 'mouse'?",
+    "Which metal is liquid at room temperature?",
+    "What year did the Second World War end?",
+    "Give me a word that rhymes with 'light'.",
+    "What is an API?",
+    "Name a country in Africa.",
+    "What is the square root of 81?",
+    "Why is the sky blue?",
+    "Summarise: The cat sat on the mat because it was warm.",
+    "What is the past tense of 'go'?",
+    "What is JSON?",
+    "Who painted the Mona Lisa?",
+    "What is the currency of Japan?",
+    "How many legs has a spider?",
+    "What is a leap year?",
+    "Name a musical instrument.",
+    "Complete: Roses are red,",
+    "What is the speed of light?",
+    "What is the largest mammal?",
+    "Is a tomato a fruit?",
+    "What is an integer?",
+    "Write a polite email that declines a meeting.",
+    "What is the freezing point of water in Fahrenheit?",
+    "Name a famous scientist.",
+    "What does HTTP stand for?",
+    "How many continents are there?",
+    "Say hello in French.",
+    "What is a stack in computer science?",
+)
 REPLY = 5
 Messages = Sequence[dict[str, str]]
 
@@ -69,6 +123,34 @@ def test_a_reply_is_that_of_mlx_lm() -> None:
     with blockpool_server(MODEL, *POOL) as client:
         reply = ask(client, [SYSTEM, user(QUESTIONS[0])])
     assert reply == stock([SYSTEM, user(QUESTIONS[0])])
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1200)
+def test_50_prompts_in_batches_resumed_and_after_a_restart_get_mlx_lms_replies(
+    tmp_path: Path,
+) -> None:
+    chats = [[user(text)] for text in PROMPTS]
+    assert len(chats) == 50
+    expected = [stock(messages) for messages in chats]
+
+    def replies(client: Any) -> tuple[list[str], int]:
+        """What all are answered, eight at a time, and how many prompt tokens were cached."""
+        with ThreadPoolExecutor(8) as clients:
+            found = list(
+                clients.map(lambda messages: client.chat(messages, max_tokens=REPLY), chats)
+            )
+        cached = sum(cached_tokens(answer["usage"]) for answer in found)
+        return [str(text_of(answer)) for answer in found], cached
+
+    options = (*POOL[2:], "--pool-bytes", "400MB", "--store-dir", str(tmp_path))
+    with blockpool_server(MODEL, *options) as client:
+        cold, resumed = replies(client), replies(client)
+    with blockpool_server(MODEL, *options) as client:
+        restarted = replies(client)
+    assert [cold[0], resumed[0], restarted[0]] == [expected] * 3
+    # All but the last token of each; the prompts begin alike.
+    assert cold[1] < resumed[1] == restarted[1]
 
 
 @pytest.mark.thorough
