@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,3 @@ def test_a_parameter_a_default_or_a_method_that_changes_is_noticed(
     assert any(line.startswith("-    acquire(self, tokens: Tokens[int]") for line in found)
     # TieredPrefixCache inherits it.
     assert {line[1:] for line in found if line.startswith("+ ")} == ({shown} - {None})
-
-
-def test_the_changelog_says_what_replaced_the_names_that_scripts_called() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    (changed,) = re.findall(r"^### Changed\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert all(f"{name}(" in changed for name in ("fetch", "keep", "finish", "stats_by_kind"))
-    for name in ("acquire", "insert", "release", "discard", "stats_by_type"):
-        assert f"{name}(" in changed
-        assert f"    {name}(self" in LISTING.read_text(encoding="utf-8")
