@@ -149,8 +149,8 @@ def test_50_prompts_in_batches_resumed_and_after_a_restart_get_mlx_lms_replies(
     with blockpool_server(MODEL, *options) as client:
         restarted = replies(client)
     assert [cold[0], resumed[0], restarted[0]] == [expected] * 3
-    # All but the last token of each; the prompts begin alike.
-    assert cold[1] < resumed[1] == restarted[1]
+    # The pool holds fewer blocks than there are prompts; the disk has all.
+    assert cold[1] < resumed[1] <= restarted[1]
 
 
 @pytest.mark.thorough
