@@ -195,6 +195,11 @@ class CallReader:
         if not (yield from self._comes(word)):
             raise UncertainError
 
+    def _next(self, word: str) -> Steps[None]:
+        """Skip space, and a word that has to follow it."""
+        yield from self._space()
+        yield from self._expect(word)
+
     def _until(self, word: str) -> Steps[str]:
         """The text before a word, which is skipped."""
         start = self._at
@@ -223,16 +228,12 @@ class CallReader:
         char = yield from self._space()
         if depth > MOST_DEEP:
             raise UncertainError
-        if char == "{":
+        if char in "{[":
+            close, between = ("}", ":") if char == "{" else ("]", "")
             self._at += 1
-            self._put("{")
-            yield from self._items("}", ":", depth)
-            self._put("}")
-        elif char == "[":
-            self._at += 1
-            self._put("[")
-            yield from self._items("]", "", depth)
-            self._put("]")
+            self._put(char)
+            yield from self._items(close, between, depth)
+            self._put(close)
         elif quote := (yield from self._quote()):
             self._put('"')
             yield from self._string(quote, self._put_text)
@@ -272,6 +273,11 @@ class CallReader:
             yield from self._expect(",")
         self._at += 1
 
+    def _object(self) -> Steps[None]:
+        """The items of an object, without its braces."""
+        yield from self._next("{")
+        yield from self._items("}", ":")
+
     def _key(self, between: str, is_bare: bool) -> Steps[None]:
         self._put('"')
         if quote := (yield from self._quote()):
@@ -280,8 +286,7 @@ class CallReader:
             self._put_text((yield from self._word(KEY)))
         else:
             raise UncertainError
-        yield from self._space()
-        yield from self._expect(between)
+        yield from self._next(between)
         self._put('": ')
 
     def _quote(self) -> Steps[str]:
@@ -387,33 +392,27 @@ class JsonReader(CallReader):
     notation = JSON
 
     def _read(self) -> Steps[None]:
-        yield from self._space()
-        yield from self._expect("{")
+        yield from self._next("{")
         id, seen = None, set()
         while True:
-            yield from self._space()
             key = yield from self._text()
             if key in seen:
                 raise UncertainError
             seen.add(key)
-            yield from self._space()
-            yield from self._expect(":")
-            yield from self._space()
+            yield from self._next(":")
             if key == "arguments":
-                yield from self._expect("{")
-                yield from self._items("}", ":")
+                yield from self._object()
             else:
                 text = yield from self._text()
                 if key == "name":
                     self._begin(text, id)
                 elif key == "id":
                     id = text or None
-            yield from self._space()
-            yield from self._expect(",")
+            yield from self._next(",")
 
     def _text(self) -> Steps[str]:
-        """A whole string."""
-        yield from self._expect('"')
+        """A whole string, and the space before it."""
+        yield from self._next('"')
         found: list[str] = []
         yield from self._string('"', found.append)
         return "".join(found)
@@ -434,11 +433,8 @@ class KimiReader(CallReader):
             if named is None:
                 raise UncertainError
             self._begin(named[2], named[1])
-            yield from self._space()
-            yield from self._expect("{")
-            yield from self._items("}", ":")
-            yield from self._space()
-            yield from self._expect("<|tool_call_end|>")
+            yield from self._object()
+            yield from self._next("<|tool_call_end|>")
             self._end(self._call)
 
 
@@ -454,12 +450,9 @@ class MistralReader(CallReader):
             yield from self._space()
             self._start = self._at
             name = yield from self._word(NAME)
-            yield from self._space()
-            yield from self._expect("[ARGS]")
+            yield from self._next("[ARGS]")
             self._begin(name)
-            yield from self._space()
-            yield from self._expect("{")
-            yield from self._items("}", ":")
+            yield from self._object()
             self._end(self._call)
 
 
@@ -469,8 +462,7 @@ class PythonReader(CallReader):
     notation = PYTHON
 
     def _read(self) -> Steps[None]:
-        yield from self._space()
-        yield from self._expect("[")
+        yield from self._next("[")
         while True:
             yield from self._space()
             self._start = self._at
@@ -479,8 +471,7 @@ class PythonReader(CallReader):
             self._begin(name)
             yield from self._items(")", "=", is_bare=True)
             self._end(f"[{self._call}]")
-            yield from self._space()
-            yield from self._expect(",")
+            yield from self._next(",")
 
 
 class GemmaReader(CallReader):
@@ -489,8 +480,7 @@ class GemmaReader(CallReader):
     notation = GEMMA
 
     def _read(self) -> Steps[None]:
-        yield from self._space()
-        yield from self._expect("call:")
+        yield from self._next("call:")
         name = yield from self._word(NAME)
         yield from self._expect("{")
         self._begin(name)
@@ -503,8 +493,7 @@ class FunctionGemmaReader(CallReader):
     """
 
     def _read(self) -> Steps[None]:
-        yield from self._space()
-        yield from self._expect("call:")
+        yield from self._next("call:")
         name = yield from self._word(KEY)
         yield from self._expect("{")
         self._begin(name)
@@ -524,13 +513,12 @@ class FunctionGemmaReader(CallReader):
                     self._put_text(char)
                     self._at += 1
                 self._put('"')
-                yield from self._expect(",")
             else:
                 value: Any = yield from self._word(VALUE)
                 with suppress(ValueError):
                     value = json.loads(value)
                 self._put(json.dumps(value, ensure_ascii=False))
-                yield from self._expect(",")
+            yield from self._expect(",")
 
 
 class TagReader(CallReader):
@@ -594,8 +582,7 @@ class TagReader(CallReader):
         types = self._types(self._name, argument["key"])
         if types and types <= {"array", "object"}:
             yield from self._value()
-            yield from self._space()
-            yield from self._expect(close)
+            yield from self._next(close)
         elif "string" in types and argument.get("type", "string") == "string":
             yield from self._string_in_tags(close, types != {"string"} or self._tags.reads_json)
         else:
