@@ -84,39 +84,29 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add our options to mlx-lm's parser, and change the defaults of its own."""
-    _add_pool_options(parser.add_argument_group("block pool").add_argument)
-    _add_store_options(parser.add_argument_group("store").add_argument)
-    _add_model_options(parser.add_argument_group("models").add_argument)
-    _add_request_options(parser.add_argument_group("requests").add_argument)
-    _add_event_options(parser.add_argument_group("events").add_argument)
-    _add_access_options(parser.add_argument_group("access").add_argument)
-    _add_settings(parser.add_argument)
-    # With kv_bits mlx-lm would leave out batches, and quantise once more what the pool has
-    # quantised.
-    parser.set_defaults(
-        prefill_step_size=EngineConfig.prefill_tokens, allowed_origins=ANY_ORIGIN, kv_bits=None
+    add = parser.add_argument_group("block pool").add_argument
+    add(
+        "--pool-bytes",
+        type=_or_word(_size, auto=None),
+        metavar="SIZE",
+        help="Limit for keys and values in memory, such as 4GB; auto (default): half of what the "
+        "model leaves free",
     )
-
-
-def _add_pool_options(add: Callable[..., Any]) -> None:
-    pool = (
-        "Limit for keys and values in memory, such as 4GB; auto (default): half of what the model "
-        "leaves free"
-    )
-    add("--pool-bytes", type=_or_word(_size, auto=None), metavar="SIZE", help=pool)
     add(
         "--agent-bytes",
         **SIZE,
         help="Limit in the pool for the prefixes that one agent has computed (default: none)",
     )
-    drafts = (
-        "Speculative tokens, taken from earlier text: auto, as many as pay here; off; or up to N "
-        "(default: %(default)s)"
+    add(
+        "--drafts",
+        type=_drafts,
+        default=EngineConfig.drafts,
+        metavar="N",
+        help="Speculative tokens, taken from earlier text: auto, as many as pay here; off; or up "
+        "to N (default: %(default)s)",
     )
-    add("--drafts", type=_drafts, default=EngineConfig.drafts, metavar="N", help=drafts)
 
-
-def _add_store_options(add: Callable[..., Any]) -> None:
+    add = parser.add_argument_group("store").add_argument
     add("--no-store", action="store_true", help="Keep nothing on disk")
     add(
         "--store-dir",
@@ -131,91 +121,103 @@ def _add_store_options(add: Callable[..., Any]) -> None:
         help="Limit for the store, such as 20GB (default: 20 GB)",
     )
 
-
-def _add_model_options(add: Callable[..., Any]) -> None:
-    most = (
-        "Keep up to N models loaded, each with an Nth of --pool-bytes; the least recently used is "
-        "swapped out (default: 1)"
+    add = parser.add_argument_group("models").add_argument
+    add(
+        "--max-models",
+        **COUNT,
+        default=ModelsConfig.max_models,
+        help="Keep up to N models loaded, each with an Nth of --pool-bytes; the least recently "
+        "used is swapped out (default: 1)",
     )
-    add("--max-models", **COUNT, default=ModelsConfig.max_models, help=most)
     add(
         "--idle-unload",
         **TIME,
         help="Unload a model that has had no request for this time, such as 15m (default: never)",
     )
-    allowed = (
-        "Folders, folders of models and hub ids, separated by commas, for requests to name "
-        "(default: the downloaded models)"
+    add(
+        "--allow-models",
+        **NAMES,
+        help="Folders, folders of models and hub ids, separated by commas, for requests to name "
+        "(default: the downloaded models)",
     )
-    add("--allow-models", **NAMES, help=allowed)
     add("--allow-downloads", action="store_true", help="Let requests download models from the hub")
-    aliases = (
-        "Other names of models, as NAME=MODEL,..; off: none (default: a server of one model "
-        "accepts unknown names)"
+    add(
+        "--model-aliases",
+        type=_aliases,
+        metavar="NAMES",
+        help="Other names of models, as NAME=MODEL,..; off: none (default: a server of one model "
+        "accepts unknown names)",
     )
-    add("--model-aliases", type=_aliases, metavar="NAMES", help=aliases)
 
+    add = parser.add_argument_group("requests").add_argument
+    add(
+        "--normalise",
+        **NAMES,
+        default=(),
+        help="Normalisers for volatile prompts, such as bookkeeping,date,replay (default: "
+        "vendor-header,environment); none: only those named",
+    )
+    add(
+        "--warm-up",
+        type=Path,
+        metavar="FILE",
+        help='Compute prompts at the start: each line is JSON, a chat\'s body, {"prompt": "text"} '
+        "or a text in quotes",
+    )
 
-def _add_request_options(add: Callable[..., Any]) -> None:
-    normalise = (
-        "Normalisers for volatile prompts, such as bookkeeping,date,replay (default: "
-        "vendor-header,environment); none: only those named"
+    add = parser.add_argument_group("events").add_argument
+    add(
+        "--kv-events",
+        metavar="ENDPOINT",
+        help="Publish blocks stored and removed in vLLM's form on this ZeroMQ endpoint, such as "
+        "tcp://*:5557 (default: nowhere)",
     )
-    add("--normalise", **NAMES, default=(), help=normalise)
-    warm_up = (
-        'Compute prompts at the start: each line is JSON, a chat\'s body, {"prompt": "text"} or a '
-        "text in quotes"
-    )
-    add("--warm-up", type=Path, metavar="FILE", help=warm_up)
 
-
-def _add_event_options(add: Callable[..., Any]) -> None:
-    where = (
-        "Publish blocks stored and removed in vLLM's form on this ZeroMQ endpoint, such as "
-        "tcp://*:5557 (default: nowhere)"
+    add = parser.add_argument_group("access").add_argument
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="Reject requests without this key as a bearer token or x-api-key. Other users may "
+        "see it in the list of processes, unlike the keys of --api-key-file and "
+        "MLX_BLOCKPOOL_API_KEY",
     )
-    add("--kv-events", metavar="ENDPOINT", help=where)
-
-
-def _add_access_options(add: Callable[..., Any]) -> None:
-    key = (
-        "Reject requests without this key as a bearer token or x-api-key. Other users may see it "
-        "in the list of processes, "
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="A file with the key, or with several keys as lines name:key, or name:key:admin for "
+        "those that may use /admin/*",
     )
-    key += "unlike the keys of --api-key-file and MLX_BLOCKPOOL_API_KEY"
-    add("--api-key", metavar="KEY", help=key)
-    file = (
-        "A file with the key, or with several keys as lines name:key, or name:key:admin for those "
-        "that may use /admin/*"
+    add(
+        "--private-prefixes",
+        action="store_true",
+        help="Share no prefixes between the names of --api-key-file: times and cached tokens "
+        "reveal no others' prompts",
     )
-    add("--api-key-file", type=Path, metavar="FILE", help=file)
-    private = (
-        "Share no prefixes between the names of --api-key-file: times and cached tokens reveal no "
-        "others' prompts"
-    )
-    add("--private-prefixes", action="store_true", help=private)
     add(
         "--allow-remote",
         action="store_true",
         help="Listen on addresses that other machines reach, without a key",
     )
-    names = (
-        "Names, separated by commas, under which clients reach this server (default: localhost, "
-        "if --host is that)"
+    add(
+        "--allow-hosts",
+        type=_hosts,
+        default=(),
+        metavar="NAMES",
+        help="Names, separated by commas, under which clients reach this server (default: "
+        "localhost, if --host is that)",
     )
-    add("--allow-hosts", type=_hosts, default=(), metavar="NAMES", help=names)
 
-
-def _add_settings(add: Callable[..., Any]) -> None:
-    """--config, and the options for experiments that belong in its file: --help leaves them
-    out.
-    """
-    settings = (
-        'A TOML file of options, such as store-bytes = "40GB", also of those for experiments that '
-        f"are not listed here (default: ~/.config/mlx-blockpool/{CONFIG_FILE}, if it is there)"
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help='A TOML file of options, such as store-bytes = "40GB", also of those for experiments '
+        f"that are not listed here (default: ~/.config/mlx-blockpool/{CONFIG_FILE}, if it is "
+        "there)",
     )
-    add("--config", type=Path, metavar="FILE", help=settings)
-    hidden = partial(add, help=argparse.SUPPRESS)
+    # For experiments: they belong in the file of --config, and --help leaves them out.
+    hidden = partial(parser.add_argument, help=argparse.SUPPRESS)
     hidden("--preallocate", action="store_true")
     hidden("--decode-share", type=_share, default=EngineConfig.decode_share)
     hidden("--kv-bits-keys", type=int, choices=(16, *KV_BITS))
@@ -230,6 +232,11 @@ def _add_settings(add: Callable[..., Any]) -> None:
     hidden("--kv-events-replay")
     hidden("--kv-events-topic", default=KVEventsConfig.topic)
     hidden("--kv-events-form", choices=("map", "array"), default="map")
+    # With kv_bits mlx-lm would leave out batches, and quantise once more what the pool has
+    # quantised.
+    parser.set_defaults(
+        prefill_step_size=EngineConfig.prefill_tokens, allowed_origins=ANY_ORIGIN, kv_bits=None
+    )
 
 
 def with_settings(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
