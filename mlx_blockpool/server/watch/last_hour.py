@@ -26,40 +26,28 @@ MOST_TIMES = 256
 
 
 @dataclass
-class PromptTokens:
-    """Requests that have got their first token.
+class Minute:
+    """The requests of a minute or of an agent that have got their first token.
 
-    `cached_tokens` of their `prompt_tokens` were not computed.
+    `cached_tokens` of their `prompt_tokens` were not computed. `times`: seconds to the first token.
     """
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-
-    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
-        self.requests += 1
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
-
-
-@dataclass
-class Minute:
-    """The requests of a minute or of an agent.
-
-    `times`: seconds to the first token.
-    """
-
-    tokens: PromptTokens = field(default_factory=PromptTokens)
     times: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))
 
     def add(self, prompt_tokens: int, cached_tokens: int, ttft: float) -> None:
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
         self.times.append(ttft)
-        self.tokens.add(prompt_tokens, cached_tokens)
 
     def as_dict(self) -> Json:
-        times = sorted(self.times)
+        figures = vars(self).copy()
+        times = sorted(figures.pop("times"))
         ttft = {"median": round(median(times), 4), "p95": round(times[int(0.95 * len(times))], 4)}
-        return {**vars(self.tokens), "ttft": ttft}
+        return {**figures, "ttft": ttft}
 
 
 class LastHour:
