@@ -110,24 +110,22 @@ def checkpoint_positions(
         beginnings.append(("system", [*messages[:leading], EMPTY]))
     checkpoints = {}
     for kind, beginning in beginnings:
-        end = _end_of(template, prompt, beginning)
+        text = _rendered(template, beginning)
+        end = common_prefix(template.tokenizer.encode(text, add_special_tokens=False), prompt)
         if 0 < end < len(prompt):
             checkpoints[end] = kind
     return sorted(checkpoints.items())
 
 
-def _end_of(template: Template, prompt: array[int], beginning: list[Message]) -> int:
-    """Count the tokens that a rendered beginning has in common with the prompt; 0 where the
-    template does not take it.
-    """
+def _rendered(template: Template, beginning: list[Message]) -> str:
+    """The text of the beginning of a chat; "" where the template does not take it."""
     try:
-        text = template.text(beginning, add_generation_prompt=False)
+        return template.text(beginning, add_generation_prompt=False)
     except REFUSED as error:
         log.debug(
             "no breakpoint: the template does not take %d messages: %s", len(beginning), error
         )
-        return 0
-    return common_prefix(template.tokenizer.encode(text, add_special_tokens=False), prompt)
+        return ""
 
 
 def breakpoint_positions(
@@ -187,13 +185,4 @@ class _Chat:
     def _common(self, beginning: list[Message], tools: list[Any] | None, text: str) -> int:
         if not beginning or beginning[-1]["role"] == "system":
             beginning = [*beginning, EMPTY]
-        try:
-            return common_prefix(
-                text,
-                replace(self.template, tools=tools).text(beginning, add_generation_prompt=False),
-            )
-        except REFUSED as error:
-            log.debug(
-                "no breakpoint: the template does not take %d messages: %s", len(beginning), error
-            )
-            return 0
+        return common_prefix(text, _rendered(replace(self.template, tools=tools), beginning))
