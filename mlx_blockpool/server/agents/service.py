@@ -317,7 +317,7 @@ class AgentService:
         path, start = view.path, time.monotonic()
         store = self.run_with(loaded, lambda _, prefix: stored_in(prefix)).store
         refused = store.counts[OVER_BUDGET]
-        self._propose(loaded, Save(name_of(path)))
+        self._agree(loaded, _proposing(Save(name_of(path))))
         before, now = None, self._written(loaded, path)
         while now != before:
             if store.problem is not None:
@@ -358,7 +358,7 @@ class AgentService:
 
         Returns how much of the path is on disk, and how many records the store has written.
         """
-        self._propose(loaded, WriteOut())
+        self._agree(loaded, _proposing(WriteOut()))
         return self.run_with(
             loaded,
             lambda _, prefix: (prefix.measure(path, 0), stored_in(prefix).store.counts["written"]),
@@ -395,7 +395,7 @@ class AgentService:
 
     def _bring_back(self, loaded: LoadedAgents, view: AgentView) -> Steps[int]:
         """Bring records that are only on disk into memory. Returns their bytes."""
-        job = yield from self._proposed(loaded, BringBack(name_of(view.path)))
+        job = yield from self._agreed(loaded, _proposing(BringBack(name_of(view.path))))
         if isinstance(job, PoolExhaustedError):
             raise StatusError(503, f"Agent {shown(view.name)} cannot be restored: {job}") from job
         if not isinstance(job, RestoreJob):
@@ -450,7 +450,7 @@ class AgentService:
             )
         if records is not None:
             if view.loaded is not None:
-                self._propose(view.loaded, _discard(share))
+                self._agree(view.loaded, _proposing(_discard(share)))
                 # flush() waits for the writer's thread, which any thread may do.
                 self.run_with(view.loaded, lambda _, prefix: stored_in(prefix)).store.flush()
             # The store does not list records that another process has written.
@@ -477,7 +477,6 @@ class AgentService:
         On the generation thread.
         """
         assert served.agents is not None
-        assert served.path_facts is not None
         self.refuse_if_busy(view.name)
         served.agents.forget(view.name)
         live = [] if served.engine is None else served.engine.sequences
@@ -488,7 +487,7 @@ class AgentService:
         ]
         trie = prefix.index.trie
         own = exclusive_from(trie, view.path, trie.find(view.path).path, shared, in_use)
-        served.path_facts.propose(Uncache(name_of(view.path), own), then)
+        _proposing(Uncache(name_of(view.path), own))(served, prefix, then)
 
     # -- the generation thread ---------------------------------------------------------------------
 
@@ -515,17 +514,6 @@ class AgentService:
         if results[0] is None:
             raise _unloaded(loaded)
         return results[0]
-
-    def _propose(self, loaded: LoadedAgents, fact: PathFact) -> Any:
-        """Have all ranks apply a fact. Returns the result."""
-        return between_steps(self._generator, self._proposed(loaded, fact))
-
-    def _proposed(self, loaded: LoadedAgents, fact: PathFact) -> Steps[Any]:
-        def propose(served: LoadedModel, _: TieredPrefixCache, then: Then) -> None:
-            assert served.path_facts is not None
-            served.path_facts.propose(fact, then)
-
-        return self._agreed(loaded, propose)
 
     def served(self, loaded: LoadedAgents) -> tuple[LoadedModel, TieredPrefixCache]:
         """The model and its prefixes, unless it has been unloaded. On the generation thread."""
@@ -597,6 +585,16 @@ def _unloaded(loaded: LoadedAgents) -> StatusError:
     return StatusError(
         409, f"Model {shown(loaded.agents.model_id)} was unloaded in the meantime. Try again."
     )
+
+
+def _proposing(fact: PathFact) -> Act:
+    """The act that proposes a fact."""
+
+    def propose(served: LoadedModel, _: TieredPrefixCache, then: Then) -> None:
+        assert served.path_facts is not None
+        served.path_facts.propose(fact, then)
+
+    return propose
 
 
 def _pin(view: AgentView, served: LoadedModel, _: TieredPrefixCache, then: Then) -> None:
