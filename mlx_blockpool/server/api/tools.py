@@ -67,23 +67,6 @@ def strict_places(tools: list[Any]) -> dict[str, str]:
     }
 
 
-def held_tools(
-    shown: list[Any], calls: Calls, strict: Mapping[str, str], content: OutputFormat | None = None
-) -> tuple[ToolFormat, ...]:
-    """ChatRequest.held: all of the tools if one is strict, or if the reply is a call, or a call or
-    else `content`; or else none.
-
-    `shown`: in OpenAI's shape. `strict`: where the parameters of strict ones are, by name;
-    SchemaError if they cannot be kept.
-    """
-    named = [tool["function"] for tool in shown if isinstance(_name_of(tool), str)]
-    is_strict = any(function["name"] in strict for function in named)
-    if calls == "never" or (calls == "may" and content is None and not is_strict):
-        return ()
-    spare = iter(range(FormConfig.loosened))
-    return tuple(_held(function, strict.get(function["name"]), spare) for function in named)
-
-
 def chat_request(
     messages: list[Message],
     tools: list[Any],
@@ -92,11 +75,18 @@ def chat_request(
     form: OutputFormat | None,
     **more: Any,
 ) -> ChatRequest:
-    """A chat with the form of its reply.
+    """A chat with the form of its reply. Its calls are held to all of the tools if one is strict,
+    or if the reply is a call, or a call or else the form; or else to none.
 
-    `tools`, `calls` and `strict` as held_tools() has them. Raises SchemaError.
+    `tools`: in OpenAI's shape. `strict`: where the parameters of strict ones are, by name;
+    SchemaError if they cannot be kept.
     """
-    held = held_tools(tools, calls, strict, form)
+    named = [tool["function"] for tool in tools if isinstance(_name_of(tool), str)]
+    is_strict = any(function["name"] in strict for function in named)
+    if calls == "never" or (calls == "may" and form is None and not is_strict):
+        named = []
+    spare = iter(range(FormConfig.loosened))
+    held = tuple(_held(function, strict.get(function["name"]), spare) for function in named)
     return ChatRequest(
         "chat", "", messages, tools or None, None, calls=calls, form=form, held=held, **more
     )
