@@ -22,6 +22,7 @@ from .access import own_name
 from .normalise import Normalisers
 
 NAME = re.compile("content-[0-9a-f]{32}")
+# Bundled normalisers that can keep a line of the system prompt the same.
 VOLATILE = ("vendor-header", "bookkeeping", "date")
 # Volatile lines are searched in this many characters of a message: what a client adds stands at the
 # beginning.

@@ -15,6 +15,7 @@ from ...errors import PluginError
 from ...hooks import SYSTEM, Message, text_of
 from ...prefix.lookup import SHOWN, Lookup
 from ...prefix.trie import common_prefix
+from ..conversation_id import VOLATILE
 from ..normalise import LAST, Normalisers, RememberedReply
 from ..prompts.templates import REFUSED, Template
 
@@ -22,8 +23,6 @@ from ..prompts.templates import REFUSED, Template
 BEFORE = 128
 # Characters of a long line that are shown on each side of the difference.
 AROUND = 100
-# Bundled normalisers that can keep a line of the system prompt the same.
-LINE_NORMALISERS = ("vendor-header", "bookkeeping", "date")
 # Normalisers are tried on a system prompt of at most this many characters: other requests wait
 # meanwhile.
 MOST_CHARACTERS = 200_000
@@ -176,7 +175,7 @@ class Chat:
         if len(self._system) > MOST_CHARACTERS:
             return None
         for name in self.off:
-            if name not in LINE_NORMALISERS or name not in self.normalisers.by_name:
+            if name not in VOLATILE or name not in self.normalisers.by_name:
                 continue
             try:
                 for removed in self._removed_by(name):
