@@ -133,7 +133,9 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self._incoming.until = time.monotonic() + CROWDED_SECONDS
         try:
             super().handle_one_request()
-            self._end_request()
+            self._outgoing.finish()
+            if not self._outgoing.is_whole:
+                self.close_connection = True
         except ConnectionError:
             self.close_connection = True
             self.log_message("the client hung up")
@@ -143,12 +145,6 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             if not self._crowded:
                 connections.release()
         self._is_new = False
-
-    def _end_request(self) -> None:
-        """End the response, and the connection if the response is not whole."""
-        self._outgoing.finish()
-        if not self._outgoing.is_whole:
-            self.close_connection = True
 
     def _has_next(self) -> bool:
         """Return whether another request comes before the connection has been idle for too long."""

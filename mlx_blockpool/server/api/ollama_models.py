@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from ...errors import BlockpoolError
@@ -98,7 +97,8 @@ def _entry(id: str, file: ModelFile) -> Json:
     """A model in a list. The digest is another one once a file of the model has changed."""
     stamps = sorted(
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-        for path in _files(file.path.parent)
+        for path in file.path.parent.iterdir()
+        if path.is_file()
     )
     return {
         "name": id,
@@ -108,10 +108,6 @@ def _entry(id: str, file: ModelFile) -> Json:
         "digest": hashlib.sha256(repr(stamps).encode()).hexdigest(),
         "details": _details(file),
     }
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_file()]
 
 
 def _details(file: ModelFile) -> Json:
