@@ -485,11 +485,14 @@ class LoadedModel:
                 if event.finish_reason is not None:
                     del self.live[event.uid]  # before its client may see the end
                 reply.emit(event)
+                reply.watch.token(event.finish_reason, is_forced=event.logprobs is None)
             elif isinstance(event, Progress):
                 reply.put((event.done, event.total))
+                reply.watch.progress(event.done, event.total)
             elif isinstance(event, Started):
                 self.explain(reply, event.cached, event.why)
                 reply.begin(event.cached)
+                reply.watch.started(event.cached, event.why)
             elif isinstance(event, Restoring):
                 if not reply.is_begun:
                     # event.total tokens unless the disk fails. A client that receives nothing would
@@ -503,7 +506,8 @@ class LoadedModel:
                 self.has_met_limits |= isinstance(event.error, FormError)
                 del self.live[event.uid]
                 reply.fail(event.error)
-            reply.watch.follow(event)
+            else:
+                reply.watch.follow(event)
         except Exception as error:
             # A reply that cannot be detokenized fails its request, and not the batch.
             log.exception("request %d failed", event.uid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_blockpool.engine.request import RestoreEnded, Started, Swapped, Token
+from mlx_blockpool.engine.request import RestoreEnded, Swapped
 from mlx_blockpool.prefix.lookup import Lookup
 from mlx_blockpool.server.request import RequestOptions
 from mlx_blockpool.server.watch.counts import LAST_STEPS, Buckets, Drift, ModelCounts
@@ -42,7 +42,7 @@ def test_requests_wait_run_and_end() -> None:
 
     first, second = (RequestWatch(events, RequestOptions(), 10) for _ in range(2))
     assert requests() == (2, 0, 0)
-    first.follow(Started(1, 4, Lookup(10, 4, 4, "new")))
+    first.started(4, Lookup(10, 4, 4, "new"))
     assert requests() == (1, 1, 0)
     first.follow(Swapped(1, is_in=False))
     assert requests() == (2, 0, 0)
@@ -52,7 +52,7 @@ def test_requests_wait_run_and_end() -> None:
     assert requests() == (2, 0, 0)
     first.follow(Swapped(1, is_in=True))
     for reason in (None, None, "length"):
-        first.follow(Token(1, 7, None, reason))  # type: ignore[arg-type]
+        first.token(reason, is_forced=True)
     assert requests() == (1, 0, 1)
     second.ended("abort")
     second.ended("error")

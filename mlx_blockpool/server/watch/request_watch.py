@@ -37,14 +37,8 @@ class RequestWatch:
         self._log("request_begun", agent=self._who.agent, prompt_tokens=prompt_tokens)
 
     def follow(self, event: engine.Event) -> None:
-        """Note an event of the engine; that of a failure comes with the end."""
+        """Note an event of the engine that shows the client nothing."""
         match event:
-            case engine.Token():
-                self.token(event.finish_reason, is_forced=event.logprobs is None)
-            case engine.Progress():
-                self.progress(event.done, event.total)
-            case engine.Started():
-                self.started(event.cached, event.why)
             case engine.Swapped():
                 self._swapped(event.is_in)
             case engine.RestoreBegun():
