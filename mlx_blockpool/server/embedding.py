@@ -105,9 +105,16 @@ def embed(scope: Any, key: ModelKey, texts: list[list[int]], size: int | None) -
         pooling = pooling_of(served.provider.folder)
         most = served.capacity() or EngineConfig.endless_tokens
         for tokens in texts:
-            _check_length(tokens, served.positions, most)
+            if served.positions is not None and len(tokens) > served.positions:
+                raise TooManyPositionsError(len(tokens), served.positions)
+            if len(tokens) > most:
+                raise RequestTooLargeError(len(tokens), most)
         if size is not None:
-            _check_size(size, between_steps(generator, partial(_width_of, served.provider.model)))
+            width = between_steps(generator, partial(_width_of, served.provider.model))
+            if size > width:
+                raise InvalidRequestError(
+                    "dimensions", f"the model's vectors have {width:,} values; found {size:,}"
+                )
         vectors: list[list[float]] = []
         while len(vectors) < len(texts):
             with _computing.hold("text"):
@@ -145,20 +152,6 @@ def _in_use(scope: Any, key: ModelKey) -> Iterator[LoadedModel]:
         yield served
     finally:
         between_steps(generator, end)
-
-
-def _check_length(tokens: list[int], positions: int | None, most: int) -> None:
-    if positions is not None and len(tokens) > positions:
-        raise TooManyPositionsError(len(tokens), positions)
-    if len(tokens) > most:
-        raise RequestTooLargeError(len(tokens), most)
-
-
-def _check_size(size: int, width: int) -> None:
-    if size > width:
-        raise InvalidRequestError(
-            "dimensions", f"the model's vectors have {width:,} values; found {size:,}"
-        )
 
 
 def shortened(vector: list[float], size: int | None) -> list[float]:

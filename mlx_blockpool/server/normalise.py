@@ -175,14 +175,12 @@ class Normalisers:
         # Replies are remembered as the other normalisers left the chat, so they are put back last.
         return tuple(sorted(dict.fromkeys([*default, *names]), key=lambda name: name == LAST))
 
-    def apply(
-        self, names: Sequence[str], messages: list[Message], scope: bytes = b""
-    ) -> list[Message]:
+    def apply(self, names: Sequence[str], messages: list[Message]) -> list[Message]:
         """Return the normalised chat.
 
         Raises PluginError with the name of a normaliser that fails.
         """
-        return self.changes(names, messages, scope)[0]
+        return self.changes(names, messages)[0]
 
     def changes(
         self, names: Sequence[str], messages: list[Message], scope: bytes = b""

@@ -43,14 +43,12 @@ class ServedAgents:
     noted:     each with its last turn, by name, the least recently used first; the pins of the
                files are in `pinned`.
     pinned:    names, and whether the path of each is pinned in memory.
-    failures:  how many turns could not be noted on disk; this does not affect the replies.
     """
 
     def __init__(self, model_id: str, store: PromptStore | None) -> None:
         self.model_id = model_id
         self.noted: OrderedDict[str, Agent] = OrderedDict()
         self.pinned: dict[str, bool] = {}
-        self.failures = 0
         self.files = None if store is None else Agents(store.root)
         self._store = store
         self._config = StoreConfig() if store is None else store.config
@@ -269,7 +267,6 @@ class ServedAgents:
             try:
                 agents = self.files.note_all(batch)
             except OSError as error:
-                self.failures += len(batch)
                 self._report("turns of agents", error)
                 continue
             has_new = has_new or any(agent.created == agent.used for agent in agents)

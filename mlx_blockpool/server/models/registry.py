@@ -104,7 +104,6 @@ class ModelRegistry:
         self.own_bytes = (
             None if server.pool.pool_bytes is None else server.pool.pool_bytes // config.max_models
         )
-        self.piece_bytes = config.piece_bytes
         self.loaded: dict[ModelKey, LoadedModel] = {}
         self.swap: ModelSwap | None = None
         self.plan = SwapPlan()
@@ -568,7 +567,7 @@ class ModelSwap:
         Other models run meanwhile.
         """
         hashing = coming.begin_hashing()
-        yield from coming.read(self._models.piece_bytes)
+        yield from coming.read(self._models.config.piece_bytes)
         if hashing is not None and not hashing.is_done:
             self._enter("hashing")
         while hashing is not None and not hashing.is_done:

@@ -150,12 +150,12 @@ class KVPublisher:
                 self._send(last, batch)
                 batch, tokens = [], 0
             last = blocks
-            others = (
-                each
+            is_alone = not any(
+                each.has_any
                 for each in self._blocks.values()
                 if each is not blocks and each.topic == blocks.topic
             )
-            fields = blocks.fields_of(change, is_alone=not any(each.has_any for each in others))
+            fields = blocks.fields_of(change, is_alone)
             tokens += sum(len(each.get("token_ids", ())) for each in fields)
             batch += fields
         if last is not None:
