@@ -190,8 +190,8 @@ def step_driver(generator: BlockpoolGenerator, config: ServerConfig) -> StepDriv
     loss = loss_of(
         registry,
         config,
-        fail=generator.give_up,
-        answered=lambda: generator.access.wait_until_empty(LAST_WORDS_SECONDS),
+        generator.give_up,
+        lambda: generator.access.wait_until_empty(LAST_WORDS_SECONDS),
     )
     watchdog = TurnWatchdog(config.ranks.seconds, loss.end)
     watchdog.start()

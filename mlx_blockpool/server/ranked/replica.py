@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 
@@ -381,16 +380,22 @@ class Replica:
         return None
 
 
-def loss_of(registry: ModelRegistry, config: ServerConfig, **of_clients: Any) -> Loss:
-    """The end of a rank that has lost its group. `of_clients`: `fail` and `answered` of a rank with
-    clients.
+def loss_of(
+    registry: ModelRegistry,
+    config: ServerConfig,
+    give_up: Callable[[Exception], object] = lambda error: None,
+    answered: Callable[[], object] = lambda: None,
+) -> Loss:
+    """The end of a rank that has lost its group.
+
+    `give_up` fails all requests, `answered` waits for their last words.
     """
 
     def stores() -> list[PromptStore]:
         return [stored.store for stored in _stored(registry.loaded.values())]
 
     seconds = 0.0 if config.store is None else config.store.flush_seconds
-    return Loss(registry.template.ranks.leave, stores, seconds, **of_clients)
+    return Loss(registry.template.ranks.leave, stores, seconds, give_up, answered)
 
 
 def join_group(template: BlockpoolModelProvider, launcher: RankLauncher) -> None:
