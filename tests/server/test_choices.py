@@ -220,18 +220,16 @@ def test_models_without_batches_make_one_choice_after_the_other(sequential: Clie
 def test_without_batches_requests_take_turns_choice_by_choice(
     sequential: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator, put, first = sequential.generator, SequentialReply.put, threading.Event()
+    generator, put = sequential.generator, SequentialReply.put
+    first, arrived = threading.Event(), threading.Event()
     began: list[int] = []
 
     def watched(self: SequentialReply, item: Any) -> None:
         """The first choice ends when the other request has arrived."""
         first.set()
-        until(
-            lambda: (
-                began
-                or any(isinstance(waiting, Reply) for waiting in list(generator.requests.queue))
-            )
-        )
+        if not arrived.is_set():
+            until(lambda: any(isinstance(each, Reply) for each in list(generator.requests.queue)))
+            arrived.set()
         put(self, item)
 
     def begin(self: Reply, cached: int) -> None:
