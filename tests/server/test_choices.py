@@ -228,7 +228,13 @@ def test_without_batches_requests_take_turns_choice_by_choice(
         """The first choice ends when the other request has arrived."""
         first.set()
         if not arrived.is_set():
-            until(lambda: any(isinstance(each, Reply) for each in list(generator.requests.queue)))
+            # The other choices of the same request may be in the queue as well.
+            until(
+                lambda: any(
+                    isinstance(each, Reply) and each.request.choices == 1
+                    for each in list(generator.requests.queue)
+                )
+            )
             arrived.set()
         put(self, item)
 
