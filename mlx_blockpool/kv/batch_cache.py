@@ -216,8 +216,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         found = self.attend_step(queries[:after], scale, sinks, KEYS_AND_VALUES)
         first = self.members[0]
         if first.layer == first.sequence.arena.last:
-            # No layer after this one writes what prompts leave behind, and of their tokens nothing
-            # else is read.
+            # No later layer writes anything of these tokens, and nothing else of them is read.
             unread = (queries.shape[0] - after, *found.shape[1:])
             return mx.concatenate([found, mx.zeros(unread, found.dtype)])
         outputs = [
