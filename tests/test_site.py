@@ -1,4 +1,4 @@
-"""The site that mkdocs makes of the documents. .ci/run builds it, with all links between pages."""
+"""The site that mkdocs makes of the documents. .ci/run builds it."""
 
 from __future__ import annotations
 

@@ -28,10 +28,8 @@ FAILURES = (OSError, http.client.HTTPException, ValueError, LookupError)
 TURNS = 6
 START_SECONDS = 120.0
 # Without the settings of the user's own server.
-OWN = (
-    *(sys.executable, "-m", "mlx_blockpool.cli", "serve", NAME),
-    *("--no-store", "--config", os.devnull),
-)
+SERVE = (sys.executable, "-m", "mlx_blockpool.cli", "serve", NAME)
+OWN = (*SERVE, "--no-store", "--config", os.devnull)
 STOCK = (sys.executable, "-m", "mlx_lm.server", "--model", model_path())
 
 

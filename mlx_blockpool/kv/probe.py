@@ -257,8 +257,8 @@ def _verifies(own: _OwnLogits, arena: KVArena, ranks: Ranks) -> tuple[Any, bool]
     """Capabilities.verifies and mixes. Groups of ranks do not try."""
     if not ranks.decides:
         return None, False
-    # A model that computes member by member for want of another way takes no chunk. Where layers
-    # read the keys of others, a chunk costs less alone: then nothing needs them.
+    # A model that computes member by member for want of another way takes no chunk. Layers that
+    # read the keys of others are never evaluated for a chunk alone, which therefore costs less.
     reads_others = len(attached_modules(own.model)) > len(arena.places)
     ways = (False,) if arena.capabilities.differs or reads_others else (True, False)
     for mixes in ways if arena.capabilities.ragged else ():

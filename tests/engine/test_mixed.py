@@ -28,6 +28,7 @@ from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine import engine as engine_module
 from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.engine.request import Request
+from mlx_blockpool.kv.batch_cache import PooledBatchCache
 
 LEAST = EngineConfig.mixed_tokens
 NAMES = ["llama", "gemma3_text", "gpt_oss", "gemma3_text K8V8", "llama K8V4"]
@@ -57,6 +58,31 @@ def test_replies_and_prompts_of_mixed_steps_are_those_of_single_sequences(
     for uid, prompt in zip(uids, prompts + later, strict=True):
         assert_stock(name, prompt, told.tokens[uid])
     assert_nothing_held(prefix)
+
+
+def test_a_chunk_next_to_replies_does_not_attend_in_the_last_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attended: list[int] = []
+    attend = PooledBatchCache._attend_prompts
+
+    def counted(self: PooledBatchCache, *args: Any) -> mx.array:
+        attended.append(self.members[0].layer)
+        return attend(self, *args)
+
+    engine, _ = make_engine("llama", decode_share=0.0, prefill_tokens=64)
+    engine.insert(Request(words(1, 30), 30))
+    told = drive(engine, after=lambda told: 1 in told.tokens)
+    uid = engine.insert(Request(words(2, 200), 4))
+    monkeypatch.setattr(PooledBatchCache, "_attend_prompts", counted)
+    before = Counter(engine.counts)
+    drive(engine, told, after=lambda _: not engine.scheduler.prefilling)
+    found = engine.counts - before
+    assert found["mixed"] == found["chunks"] > 2
+    layers = len(stock_model("llama").layers)
+    assert Counter(attended) == dict.fromkeys(range(layers - 1), found["mixed"])
+    drive(engine, told)
+    assert_stock("llama", words(2, 200), told.tokens[uid])
 
 
 def test_seeds_and_forms_do_not_notice_that_a_prompt_is_computed_next_to_them() -> None:

@@ -610,7 +610,7 @@ class ModelSpeeds:
         self._registry = registry
         self._config = config
         self._measurements = measurements
-        # When a measuring was tried last.
+        # When a measuring was tried last, or seconds could not be written.
         self._tried = 0.0
         # Seconds saved before this start, and those since that are remembered.
         self._saved_before, self._remembered = measurements.add_saved(0.0) or 0.0, 0.0
