@@ -80,7 +80,6 @@ ROWS = (
         "{ours_ttft_p95_s:.1f} s",
         "{stock_ttft_p95_s:.1f} s",
         "{times_ttft_p95_s:.1f}x",
-        first=True,
     ),
     Row(
         "the same: resident memory of the process",
@@ -189,7 +188,6 @@ ROWS = (
         "{ours_stall_ms:.2f} ms",
         "{stock_stall_ms:.0f} ms",
         "{ratio_stall:,.0f}x",
-        first=True,
     ),
     Row(
         "a step of 8 with contexts 300 to 4,000, tiny deepseek_v3 / kimi_linear / gemma3n / "
@@ -213,7 +211,6 @@ ROWS = (
         "{auto_ms:.0f} ms",
         "{stock_ms:.0f} ms",
         RATIO,
-        first=True,
     ),
     Row(
         "the decode path that is chosen, against the fastest of three, for 30 kinds of batches: "

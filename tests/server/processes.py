@@ -7,7 +7,7 @@ import os
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,10 @@ def port_of(pid: int) -> int:
     """The TCP port that a process listens on."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        if (link := os.readlink(fd)).startswith("socket:["):
-            inodes.add(link[8:-1])
+        # A file may be closed while the list is read.
+        with suppress(FileNotFoundError):
+            if (link := os.readlink(fd)).startswith("socket:["):
+                inodes.add(link[8:-1])
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[3] == "0A" and fields[9] in inodes:
