@@ -99,12 +99,12 @@ def loaded() -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def stock(messages: Messages, bits: KVBits | None = None) -> str:
+def stock(messages: Messages, bits: KVBits | None = None, max_tokens: int = REPLY) -> str:
     """mlx-lm's greedy reply on its own caches, whose keys and values are rounded to `bits`."""
     model, tokenizer = loaded()
     caches = rounded(make_prompt_cache(model), describe(model).with_bits(bits))
     prompt = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-    replied = stream_generate(model, tokenizer, prompt, max_tokens=REPLY, prompt_cache=caches)
+    replied = stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, prompt_cache=caches)
     return "".join(part.text for part in replied)
 
 
@@ -199,3 +199,71 @@ def test_a_form_keeps_the_schema_that_the_model_alone_does_not() -> None:
     assert len(value["city"]) <= 12
     with pytest.raises(json.JSONDecodeError):
         json.loads(free)
+
+
+FILE = """def area(width, height):
+    size = width * height
+    return size
+
+def volume(width, height, depth):
+    size = width * height * depth
+    return size
+"""
+
+
+@pytest.mark.thorough
+def test_an_edit_with_drafts_is_that_of_mlx_lm_in_fewer_forwards() -> None:
+    work = "Repeat the file exactly, with `size` renamed to `result`."
+    messages = [user(f"Here is a file:\n{FILE}\n{work}")]
+    with blockpool_server(MODEL, *POOL, "--drafts", "8") as client:
+        reply = ask(client, messages, max_tokens=40)
+        drafts = client.send("/v1/cache")[1]["drafts"]
+    assert reply == stock(messages, max_tokens=40)
+    # The model repeats names and lines of the file, and changes others.
+    assert 10 <= drafts["accepted"] < drafts["drafted"]
+
+
+# The model's own template has no tools; this one writes them as Hermes and Qwen do.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nCall a tool as <tool_call>\n"
+    '{"name": ..., "arguments": ...}\n</tool_call>. The tools:\n'
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.tool_calls %}{% for each in message.tool_calls %}"
+    "{% set tool_call = each.function %}<tool_call>\n"
+    '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}{% else %}{{ message.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 20},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.thorough
+def test_a_call_that_is_asked_for_names_the_tool_and_has_the_arguments_of_the_question() -> None:
+    messages = [user("What is the weather in Paris, in celsius?")]
+    with blockpool_server(MODEL, *POOL, "--chat-template", TEMPLATE) as client:
+        body = {"messages": messages, "tools": [WEATHER], "tool_choice": "required"}
+        body |= {"parallel_tool_calls": False, "max_tokens": 48}
+        status, answer = client.send("/v1/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "celsius"}
