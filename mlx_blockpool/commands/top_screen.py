@@ -132,13 +132,22 @@ def _alarms(facts: Report, problem: str) -> list[Text]:
 
 
 def _figures(facts: Report, width: int) -> list[Text]:
-    """The bars of memory and disk, the last hour, the engine, and a bar for each layer group."""
+    """The bars of memory, pool and disk, the last hour, the engine, and a bar for each layer
+    group.
+    """
     cache, cells = facts["cache"], max(width - 60, 10)
     bits = cache.get("kv_bits")
     note = "" if bits is None else f", {KVBits(**bits)}"
-    lines = [
-        _budget("memory", cache.get("used_bytes") or 0, cache.get("pool_bytes") or 0, cells, note)
-    ]
+    lines = []
+    if machine := cache.get("memory"):
+        weights, active = machine["weights_bytes"], machine["active_bytes"]
+        figures = f"{human_bytes(active)} of {human_bytes(machine['total_bytes'])}"
+        parts = [(weights, "blue"), (max(active - weights, 0), "cyan")]
+        words = f"{figures}, {human_bytes(weights)} of weights"
+        lines.append(_bar("memory", parts, machine["total_bytes"], cells, words))
+    lines.append(
+        _budget("pool", cache.get("used_bytes") or 0, cache.get("pool_bytes") or 0, cells, note)
+    )
     if store := cache.get("store"):
         lines.append(_budget("disk", store.get("bytes") or 0, store.get("store_bytes") or 0, cells))
     cached, prompt = _reuse(facts)

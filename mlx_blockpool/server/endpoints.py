@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
+
 from ..errors import BlockpoolError
 from ..formatting import client_settings
+from ..model_files.device import memory_bytes
 from .access import HELLO, own_figures
 from .api.errors import openai_status
 from .api.ollama import RUNNING
@@ -30,6 +33,14 @@ def _answer_cache(handler: Any) -> None:
         "forms": generator.forms.report,
         "clients": client_settings("$url", "$key"),
         "seconds_saved": generator.registry.speeds.saved(),
+        "memory": {
+            "total_bytes": memory_bytes(),
+            "active_bytes": mx.get_active_memory(),
+            "cache_bytes": mx.get_cache_memory(),
+            "weights_bytes": sum(
+                served.weights_bytes for served in [*generator.registry.loaded.values()]
+            ),
+        },
     }
     handler.send_json(200, {**report, **counts, "health": generator.health_report()[1]})
 

@@ -365,16 +365,17 @@ def test_acts_on_agents(server: Client, visit: Callable[..., Any]) -> None:
     assert "ann" not in [agent["name"] for agent in server.send("/v1/agents")[1]["agents"]]
 
 
-def memory_in_top(server: Client) -> str:
-    """The figures of the line `memory` of `mlx-blockpool top`."""
+def in_top(server: Client, name: str) -> str:
+    """The figures of the line `memory` or `pool` of `mlx-blockpool top`."""
     facts = top.Server(f"http://127.0.0.1:{server.port}", None)
     facts.read()
     (line,) = [
         line
         for line in top_screen.text(facts.facts, facts.url).splitlines()
-        if line.startswith("memory")
+        if line.startswith(name)
     ]
-    return line.partition("  ")[2].lstrip(" " + top_screen.FULL + top_screen.EMPTY)
+    figures = line.partition("  ")[2].lstrip(" " + top_screen.FULL + top_screen.EMPTY)
+    return figures.partition(",")[0]
 
 
 @pytest.mark.thorough
@@ -388,7 +389,9 @@ def test_a_figure_that_is_shown_twice_is_the_same(model: Path, visit: Callable[.
         expect(names(tab)).to_have_text(["gone"])
         cache = client.send("/v1/cache")[1]
         assert cache["used_bytes"] < cache["array_bytes"]
-        assert memory_in_top(client) == tab.locator(".tile .value").first.inner_text()
+        tile = tab.locator(".tile").first
+        assert in_top(client, "memory") == tile.locator(".value").inner_text()
+        assert f"pool {in_top(client, 'pool')}" == tile.locator(".speed").inner_text()
         for number in count():
             evicted = agent_of(client, "gone")
             if evicted["tokens_in_memory"] < evicted["tokens"]:

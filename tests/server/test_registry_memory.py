@@ -53,7 +53,7 @@ def memory(port: int, server: Program, model: Path) -> tuple[int, int, int]:
     assert send(port, "/v1/chat/completions", body)["choices"]
     while "doing" in send(port, "/health"):
         time.sleep(0.05)
-    found = send(port, "/admin/models")["memory"]
+    found = send(port, "/v1/cache")["memory"]
     resident = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * 4096
     return found["active_bytes"], found["cache_bytes"], resident
 
@@ -89,7 +89,7 @@ def test_an_unloaded_model_leaves_nothing_behind(
         for model in models * rounds:
             active, _, resident = memory(port, server, model)
             assert send(port, "/admin/unload", {"model": str(model)})["state"] == "available"
-            left = send(port, "/admin/models")["memory"]
+            left = send(port, "/v1/cache")["memory"]
             now = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * 4096
             assert left["active_bytes"] < 10_000
             assert left["cache_bytes"] < 10_000

@@ -11,7 +11,6 @@ from queue import Queue
 from typing import Annotated, Any
 from urllib.parse import unquote
 
-import mlx.core as mx
 from mlx_lm.utils import load_config
 from pydantic import Field
 
@@ -101,10 +100,6 @@ class ModelsEndpoint:
             "idle_unload_seconds": config.idle_seconds,
             "allowed": None if config.allowed is None else catalog.listed(),
             "counts": dict(registry.counts),
-            "memory": {
-                "active_bytes": mx.get_active_memory(),
-                "cache_bytes": mx.get_cache_memory(),
-            },
         }
 
     def command(self, scope: Any, data: bytes) -> tuple[int, Json]:

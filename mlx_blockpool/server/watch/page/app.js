@@ -179,7 +179,6 @@ function draw() {
   render($("misses-note"), [state.avoidable.length ? `last ${state.avoidable.length}, by cause` : ""]);
   render($("connect"), panels.connect(state.cache.clients, copy));
   render($("models"), panels.models({ found: state.models, refresh }));
-  render($("models-note"), state.models.memory ? [`${bytes(state.models.memory.active_bytes)} in use by mlx`] : []);
 }
 
 async function copy(name, command) {

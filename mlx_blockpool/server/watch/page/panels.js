@@ -37,6 +37,7 @@ function held(bits) {
   return `, ${[[bits.keys, "keys"], [bits.values, "values"]].filter(([size]) => size).map(([size, name]) => `${size}-bit ${name}`).join(" and ")}`;
 }
 
+/** The machine's memory, with the weights and the pool in it. */
 function memory(cache, map) {
   if (!cache || !cache.backend) return tile("Memory", "–", NO_MODEL);
   if (cache.pool_bytes === undefined) return tile("Memory", bytes(cache.known_bytes), "this model is not in the pool");
@@ -44,9 +45,14 @@ function memory(cache, map) {
   for (const group of map ? map.groups : []) for (const letter of group.states) sizes[letter.toLowerCase()] += group.bytes_per_block;
   const words = [[sizes.r, "running"], [sizes.p, "pinned"], [sizes.c, "cached"], [sizes.o, "of others"]]
     .filter(([size]) => size).map(([size, name]) => `${bytes(size)} ${name}`).join(", ") || "nothing is cached yet";
-  return tile("Memory", [bytes(cache.used_bytes), h("small", {}, ` of ${bytes(cache.pool_bytes)}${held(cache.kv_bits)}`)],
-    words,
-    meter([["r", sizes.r], ["p", sizes.p], ["c", sizes.c], ["o", sizes.o], ["f", sizes.f]], cache.pool_bytes, words));
+  const blocks = Object.entries(sizes);
+  const pool = `${bytes(cache.used_bytes)} of ${bytes(cache.pool_bytes)}${held(cache.kv_bits)}`;
+  const machine = cache.memory;
+  const weights = `${bytes(machine.weights_bytes)} of weights`;
+  const rest = machine.active_bytes - machine.weights_bytes - blocks.reduce((sum, [, size]) => sum + size, 0);
+  return tile("Memory", [bytes(machine.active_bytes), h("small", {}, ` of ${bytes(machine.total_bytes)}`)], `${weights}; ${words}`,
+    meter([["w", machine.weights_bytes], ...blocks, ["d", rest]], machine.total_bytes, `${weights}, pool ${pool}: ${words}`),
+    h("p", { class: "speed" }, `pool ${pool}`));
 }
 
 function disk(cache) {
