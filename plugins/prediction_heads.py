@@ -96,7 +96,9 @@ class _Captured:
 @functools.cache
 def _reading(base: type) -> type:
     """The class of a model that looks for its head when it reads its weights."""
-    return type(base.__name__, (_HeadSanitizer, base), {"__module__": base.__module__, "base": base})
+    return type(
+        base.__name__, (_HeadSanitizer, base), {"__module__": base.__module__, "base": base}
+    )
 
 
 class _HeadSanitizer:

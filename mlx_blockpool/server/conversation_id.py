@@ -1,9 +1,11 @@
 """Names for conversations whose clients give none: a chat is recognised by how it begins.
 
-A name stands for the model, the system messages and the first user message, without what the
-normalisers of volatile.py remove. All turns of a conversation have the same name, on any server at
-any time; an edited conversation keeps its name unless its first message was edited. Tools do not
-count, because clients add some later. Two chats that begin with the same words share a name.
+A name ends with a digest of the model, the system messages and the first user message, without what
+the normalisers of volatile.py remove. All turns of a conversation have the same name, on any server
+at any time; an edited conversation keeps its name unless its first message was edited. Tools do not
+count, because clients add some later. Two chats that begin with the same messages share a name.
+Before the digest come the client and the first words of the user's message, for people:
+`claude-cli-fix-the-failing~3f2a9c0d41e7`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from ..hooks import SYSTEM, Message, is_text, map_text, parts_of, text_of
 from .access import own_name
 from .normalise import Normalisers
 
-NAME = re.compile("content-[0-9a-f]{32}")
+NAME = re.compile(r"[\w.-]*~[0-9a-f]{12}")
+# Characters of the client, and of it with the words, in a name: the whole name is shown as it is.
+CLIENT, READABLE = 14, 27
 # Bundled normalisers that can keep a line of the system prompt the same.
 VOLATILE = ("vendor-header", "bookkeeping", "date")
 # Volatile lines are searched in this many characters of a message: what a client adds stands at the
@@ -39,11 +43,13 @@ def conversation_id(
     messages: Sequence[Message],
     normalisers: Normalisers,
     cache_salt: str | None = None,
+    user_agent: str = "",
 ) -> str:
     """The name of the conversation that a chat continues. `messages` as the client sent them; they
     stay as they are.
 
-    Chats with different cache_salts have different names.
+    Chats with different cache_salts have different names. user_agent: the header, for the readable
+    part.
     """
     system = list(takewhile(lambda message: message.get("role") in SYSTEM, messages))
     first = next((message for message in messages if message.get("role") not in SYSTEM), {})
@@ -58,7 +64,16 @@ def conversation_id(
         shortened = normalisers.apply(names, [*shortened, {"role": "user", "content": ""}])[:-1]
     parts = [list(model), [_content(message) for message in shortened], first.get("role")]
     parts += [] if cache_salt is None else [cache_salt]
-    return f"content-{hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()}"
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+    return f"{_readable(user_agent, first)}~{digest}"
+
+
+def _readable(user_agent: str, message: Message) -> str:
+    """The client and the first words of a message, without parts such as <system-reminder>."""
+    texts = [part["text"].strip() for part in parts_of(message.get("content")) if is_text(part)]
+    own = " ".join(t for t in texts if not (t.startswith("<") and t.endswith(">")))
+    client, words = re.findall(r"[\w.-]+", user_agent)[:1], re.findall(r"\w+", own[:READABLE])
+    return "-".join([*(name[:CLIENT] for name in client), *words])[:READABLE].strip("-").lower()
 
 
 def _shortened(text: str) -> str:

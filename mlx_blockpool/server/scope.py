@@ -113,7 +113,7 @@ class RequestScope:
         self.normalisers: tuple[str, ...] = ()
         self.connection = connection
         self._messages: list[Any] = []
-        self._scope = b""
+        self._scope, self._user_agent = b"", ""
         # What the prompt was rendered from in addition to the messages.
         self._context: Any = None
         # mlx-lm's context of the first choice that has begun.
@@ -130,6 +130,7 @@ class RequestScope:
         Codex's sub-agents have the `prompt_cache_key` of their main thread, and their own
         Thread-Id.
         """
+        self._user_agent = headers.get("User-Agent") or ""
         thread = headers.get("Thread-Id") if is_of_sub_agent(headers) else None
         agent = agent_of(headers.get("X-Agent-Id") or thread, body, names)
         self.options.agent = agent if self.page is None else None
@@ -181,7 +182,9 @@ class RequestScope:
         is_chat = request.request_type == "chat"
         if options.agent is None and self.page is None and is_chat and key is not None:
             # As the client sent it: normalisers move dates.
-            options.conversation = conversation_id(key, request.messages, known, options.cache_salt)
+            options.conversation = conversation_id(
+                key, request.messages, known, options.cache_salt, self._user_agent
+            )
         self._scope = scope_of(self.owner, self.salt, key and key.model)
         changed: tuple[str, ...] = ()
         if self.normalisers and is_chat:

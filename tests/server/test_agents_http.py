@@ -300,7 +300,7 @@ def test_fork(served: Served, tmp_path: Path) -> None:
         assert '"to"' in ask(client, "POST", "/two/fork", {}, status=400)["error"]
         assert (
             "Choose another"
-            in ask(client, "POST", "/two/fork", {"to": "content-" + "0" * 32}, status=400)["error"]
+            in ask(client, "POST", "/two/fork", {"to": "chat~" + "0" * 12}, status=400)["error"]
         )
         assert agent.turn(client, "two")[:2] == served.needed("one", "birds", 2)[1]
         assert {name: found["tokens"] > tokens for name, found in listed(client).items()} == {

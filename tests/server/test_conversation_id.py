@@ -16,7 +16,7 @@ from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.server import options
 from mlx_blockpool.server.conversation_id import conversation_id
 from mlx_blockpool.server.normalise import Normalisers
-from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.agents import Agents, shown
 from server.serving import Client, at_once, blockpool_server, cached_tokens, until
 
 pytestmark = pytest.mark.server("--pool-bytes 20MB", model="llama")
@@ -205,6 +205,33 @@ def test_what_changes_from_turn_to_turn_is_no_part_of_the_name(normalisers: Norm
     other = {"type": "image_url", "image_url": {"url": "data:b"}}
     assert named("s", [image]) != named("s", [other])
     assert named("s", [image]) == named("s", [{**image, "cache_control": {"type": "ephemeral"}}])
+
+
+@pytest.mark.parametrize(
+    ("user_agent", "content", "readable"),
+    [
+        (
+            "claude-cli/2.1 (external, cli)",
+            "Fix the failing test in a.py",
+            "claude-cli-fix-the-failing",
+        ),
+        ("", "Tell me about birds.", "tell-me-about-birds"),
+        ("OpenAI/Python 2.0", [{"type": "text", "text": "<a-b>\n1\n</a-b>"}], "openai"),
+        ("a-very-long-name-of-a-client/1", "Ja, größer!", "a-very-long-na-ja-größer"),
+    ],
+)
+def test_a_name_begins_with_the_client_and_the_first_words(
+    user_agent: str, content: Any, readable: str, normalisers: Normalisers
+) -> None:
+    messages = [SYSTEM, {"role": "user", "content": content}]
+    name = conversation_id(MODEL, messages, normalisers, user_agent=user_agent)
+    assert name.rpartition("~")[0] == readable
+    assert shown(name) == name
+    (digest,) = {
+        conversation_id(MODEL, messages, normalisers, user_agent=each).rpartition("~")[2]
+        for each in ("", "curl/8", user_agent)
+    }
+    assert name.endswith(digest)
 
 
 def test_a_name_is_the_models_too(normalisers: Normalisers) -> None:

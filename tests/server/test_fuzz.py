@@ -318,7 +318,7 @@ AGENTS = (
     "%ff",
     "\xe9",
     "x" * 300,
-    "content-3f2a9c",
+    "chat~3f2a9c0d41e7",
     "",
 )
 

@@ -83,7 +83,7 @@ function take({ cache, agents, explain, hour, models }) {
 
 /** Agents by their names as people read them, and the agents of each segment. */
 function withNames(map) {
-  map.label = (name) => (name === null ? null : name === "anonymous" ? "requests without an agent" : name.replace(/^content-([0-9a-f]{6})[0-9a-f]{26}$/, "chat $1").replaceAll("\u001f", "/"));
+  map.label = (name) => (name === null ? null : name === "anonymous" ? "requests without an agent" : name.replace(/~([0-9a-f]{4})[0-9a-f]{8}$/, " $1").replaceAll("\u001f", "/"));
   map.names = map.agents.map(map.label);
   map.users = usersOf(map.trie);
   map.keys = map.trie.map((segment, i) => `${segment.start} ${[...map.users[i]].map((agent) => map.agents[agent]).sort()}`);
