@@ -229,6 +229,7 @@ def free_url() -> str:
         return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
+@pytest.mark.thorough
 def test_printed_commands_start_a_server_and_wait_for_it(home: Home) -> None:
     url = free_url()
     shown = home.launch("claude", "--url", url, "--model", model_path(), "--print").stdout

@@ -199,6 +199,7 @@ def test_an_agent_does_not_wait_for_the_reply_to_a_foreign_page(server: Client, 
     evil.evaluate("() => window.reader.cancel()")
 
 
+@pytest.mark.thorough
 def test_a_foreign_page_guesses_no_digit(server: Client, evil: Any) -> None:
     turn(server)
     server.send("/v1/completions", {"prompt": SECRET, "max_tokens": 1, "user": "agent-1"})
