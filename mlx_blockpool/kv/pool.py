@@ -42,7 +42,7 @@ def remedy(spec: ModelCacheSpec) -> str:
 class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
 
-    Memory is taken slab by slab: each brings its group to one block less than twice the blocks in
+    Memory is taken slab by slab: each brings its group to one block more than twice the blocks in
     use, those that are held, cached or reserved. An empty slab is given back by settle(), and when
     its group takes blocks, while more than half of the group is free. The owner of the arrays
     follows `layout_version` and the slabs of the `groups`.
@@ -294,7 +294,7 @@ class BlockPool:
         for group, blocks in enumerate(self.groups):
             if (short := counts.get(group, 0) - blocks.available) > 0:
                 used = len(blocks.blocks) + short
-                more = min(spare // blocks.bytes_per_block, used - 1)
+                more = min(spare // blocks.bytes_per_block, used + 1)
                 # Of a small pool one group must not take what another will need.
                 most = self.pool_bytes // LARGEST_PART // blocks.bytes_per_block
                 self._add_slab(blocks, max(short, min(short + more, most)))
