@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     `run` of a subcommand returns the text to print, and the exit status if that is not 0.
     """
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(os.environ["COMP_LINE"].split())
     arguments = sys.argv[1:] if argv is None else list(argv)
     own, passed_on = arguments, []
     if arguments[:1] in (["launch"], ["service"]) and "--" in arguments:
@@ -112,6 +115,17 @@ def _parser(chosen: str = "") -> argparse.ArgumentParser:
             for other in ("agents", "transfer") if name == "store" else ():
                 _module(other).add_options(actions)
     return parser
+
+
+def _complete(words: Sequence[str]) -> None:
+    """Print what may follow the words of a command line, for the shell that has asked for it, and
+    exit.
+    """
+    from argcomplete import autocomplete
+
+    from .server.options import ServeParser
+
+    autocomplete(ServeParser() if words[1:2] == ["serve"] else _parser(*words[1:2]))
 
 
 def _module(name: str) -> Any:

@@ -301,7 +301,12 @@ def test_nothing_is_global() -> None:
     ] == []
 
 
-OPTIONAL = {"images": {"PIL"}, "kv-events": {"msgpack", "zmq"}, "test": {"pytest"}}
+OPTIONAL = {
+    "completion": {"argcomplete"},
+    "images": {"PIL"},
+    "kv-events": {"msgpack", "zmq"},
+    "test": {"pytest"},
+}
 
 
 def test_every_third_party_import_is_a_declared_dependency() -> None:
