@@ -13,62 +13,37 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-from .schema import JsonSchema, Schema, mapped, own_types, subschemas, with_groups_together, without
+from .schema import (
+    JsonSchema,
+    Schema,
+    SchemaError,
+    mapped,
+    own_types,
+    subschemas,
+    with_groups_together,
+    without,
+)
 
 # Names that closing adds, and parts of schemas that it reads, before it stops.
 MOST_NAMES = 20_000
 _MOST_PARTS = 50_000
+# Keywords that say which other keys an object has, or list its values; and all that closing reads.
+_DECIDING = {"additionalProperties", "const", "enum"}
+_DECLARING = {"properties", "patternProperties"}
+_READ = {*_DECIDING, *_DECLARING, "required", "minProperties"}
 
 
-class TooManyNamesError(Exception):
-    """Closing would make a schema too large."""
+def close_objects(schema: JsonSchema, exact: Schema) -> JsonSchema:
+    """A schema with `additionalProperties: false` wherever it is missing next to declared keys, and
+    with the `$defs` to which it refers.
 
-
-@dataclass
-class Keys:
-    """The keys of objects that several schemas, which hold together, declare.
-
-    names:       in `properties` or `required`. patterns: of `patternProperties`.
-    is_declared: whether any of them has `properties` or `patternProperties`.
-    is_decided:  whether any of them says which other keys there are, or lists its values.
-    least:       the largest `minProperties`.
+    exact: the definitions to which `schema` refers. Accepts nothing that `schema` does not accept.
+    Raises SchemaError for a schema that would become too large.
     """
-
-    names: dict[str, None] = field(default_factory=dict)
-    patterns: dict[str, None] = field(default_factory=dict)
-    is_declared: bool = False
-    is_decided: bool = False
-    least: int = 0
-
-    def include(self, other: Keys) -> None:
-        self.names |= other.names
-        self.patterns |= other.patterns
-        self.is_declared |= other.is_declared
-        self.is_decided |= other.is_decided
-        self.least = max(self.least, other.least)
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether objects can do without other keys, and nothing says that they have some."""
-        return (
-            self.is_declared
-            and not self.is_decided
-            and (bool(self.patterns) or self.least <= len(self.names))
-        )
-
-
-def close_objects(schema: JsonSchema, exact: Schema) -> tuple[JsonSchema, dict[str, JsonSchema]]:
-    """A schema and its `$defs` with `additionalProperties: false` wherever it is missing next to
-    declared keys.
-
-    exact: the definitions to which it refers. Accepts nothing that `schema` does not accept. Raises
-    TooManyNamesError.
-    """
-    closing = _Closing(exact)
-    return closing.whole(schema), closing.finished()
+    return _Closing(exact).all(schema)
 
 
 def has_open_keys(schema: JsonSchema) -> bool:
@@ -85,139 +60,98 @@ def _is_open(schema: dict[str, Any]) -> bool:
 
 
 class _Closing:
-    """Schemas that are closed. `made`: the definitions, by their new names.
+    """Schemas that are closed.
 
-    A definition is needed in up to three forms: as the schema of a value ("name"), as one of
-    several that hold together ("name.part"), and within a oneOf as it is ("name.open"): one of its
-    branches must not match more values than before.
+    A definition is needed in up to two forms: as the schema of a value ("name"), and as one of
+    several that hold together ("name.part").
     """
 
     def __init__(self, exact: Schema) -> None:
         self.exact = exact
-        self.made: dict[str, JsonSchema] = {}
-        self.waiting: list[tuple[str, str, str]] = []
-        self.added = 0
-        self.parts = iter(range(_MOST_PARTS))
+        # The names of the definitions that are needed, in the order in which they were found.
+        self.needed: dict[str, None] = {}
+        self.names_left, self.parts_left = MOST_NAMES, _MOST_PARTS
 
-    def finished(self) -> dict[str, JsonSchema]:
-        """The definitions to which closed schemas refer, closed too."""
-        while self.waiting:
-            name, old, form = self.waiting.pop()
-            schema = self.exact.target(f"#/$defs/{old}")
-            if form == "":
-                self.made[name] = self.whole(schema)
-            else:
-                self.made[name] = self._part(schema) if form == ".part" else self._open(schema)
-        return self.made
-
-    def whole(self, schema: JsonSchema, around: Keys | None = None) -> JsonSchema:
-        """The schema of a value, closed.
-
-        `around`: the keys of other schemas that hold together with it.
-        """
-        around = around or Keys()
-        if isinstance(schema, bool):
-            return self._with_keys({}, around) if schema and around.is_declared else schema
-        if "object" not in own_types(schema):
-            return self._part_of(schema)
-        if not around.names and not around.is_declared and (found := self._passed_on(schema)):
-            return found
-        joint = self._keys(without(schema, "anyOf"))
-        joint.include(around)
-        branches = [self._keys(branch) for branch in schema.get("anyOf", ())]
-        if (
-            branches
-            and not joint.is_decided
-            and (not joint.is_declared or any(branch.is_declared for branch in branches))
-        ):
-            rest = self._part_of(without(schema, "anyOf"))
-            closed = [self.whole(branch, joint) for branch in schema["anyOf"]]
-            return {key: closed if key == "anyOf" else rest[key] for key in schema}
-        for branch in branches:
-            joint.include(branch)
+    def all(self, schema: JsonSchema) -> JsonSchema:
+        """A schema closed, with its definitions."""
+        closed, definitions = self.whole(schema), dict[str, JsonSchema]()
+        while len(definitions) < len(self.needed):
+            for name in list(self.needed)[len(definitions) :]:
+                old, _, is_part = name.partition(".")
+                target = self.exact.target(f"#/$defs/{old}")
+                definitions[name] = self.each(target, bool(is_part))
         return (
-            self._with_keys(self._part_of(schema), joint)
-            if joint.is_closing
-            else self._part_of(schema)
+            {**closed, "$defs": definitions} if definitions and isinstance(closed, dict) else closed
         )
 
-    def _passed_on(self, schema: dict[str, Any]) -> JsonSchema | None:
-        """The same for a schema that leaves its keys to a single other one, which is closed
-        itself; else None.
+    def each(self, schema: JsonSchema, is_part: bool) -> JsonSchema:
+        """A schema closed, as part() or whole() does it."""
+        return self.part(schema) if is_part and isinstance(schema, dict) else self.whole(schema)
+
+    def whole(self, schema: JsonSchema, around: Sequence[dict[str, Any]] = ()) -> JsonSchema:
+        """The schema of a value, closed.
+
+        `around`: what other schemas that hold together with it say about keys.
         """
-        for key in ("$ref", "allOf"):
-            if key in schema and self._keys(without(schema, key)) == Keys():
-                if key == "$ref":
-                    return {
-                        **self._part_of(without(schema, key)),
-                        "$ref": self._reference(schema, ""),
-                    }
-                if len(schema[key]) == 1:
-                    return {
-                        **self._part_of(without(schema, key)),
-                        key: [self.whole(schema[key][0])],
-                    }
-        return None
-
-    def _with_keys(self, schema: dict[str, Any], keys: Keys) -> dict[str, Any]:
-        """A schema with these keys and no others."""
-        found = dict(schema)
-        for keyword, names in (("properties", keys.names), ("patternProperties", keys.patterns)):
-            new = [name for name in names if name not in found.get(keyword, {})]
-            self.added += len(new)
-            if new or keyword == "properties":
-                found[keyword] = {**found.get(keyword, {}), **dict.fromkeys(new, True)}
-        if self.added > MOST_NAMES:
-            raise TooManyNamesError
-        return with_groups_together({**found, "additionalProperties": False})
-
-    def _part_of(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """One of several schemas that hold together: only the values in it are closed."""
-        return self._referring(mapped(schema, self._closed_below), ".part")
-
-    def _closed_below(self, keyword: str, part: JsonSchema) -> JsonSchema:
-        if keyword == "oneOf":
-            return self._open(part)
-        return self._part(part) if keyword in ("allOf", "anyOf") else self.whole(part)
-
-    def _part(self, schema: JsonSchema) -> JsonSchema:
-        return schema if isinstance(schema, bool) else self._part_of(schema)
-
-    def _open(self, schema: JsonSchema) -> JsonSchema:
-        """A schema as it is, with references to definitions as they are."""
         if isinstance(schema, bool):
-            return schema
-        return self._referring(mapped(schema, lambda _, part: self._open(part)), ".open")
+            if not schema or not around:
+                return schema
+            schema = {}
+        if "object" not in own_types(schema):
+            return self.part(schema)
+        if "$ref" in schema and not around and not self._read(without(schema, "$ref")):
+            return self.part(schema, "")
+        together = [*around, *self._read(without(schema, "anyOf"))]
+        if any(not _DECIDING.isdisjoint(each) for each in together):
+            return self.part(schema)
+        if "anyOf" in schema:
+            closed = [self.whole(branch, together) for branch in schema["anyOf"]]
+            return {**self.part({**schema, "anyOf": []}), "anyOf": closed}
+        part = self.part(schema)
+        if all(_DECLARING.isdisjoint(each) for each in together):
+            return part
+        names, patterns = (
+            dict.fromkeys(name for each in together for key in keys for name in each.get(key, ()))
+            for keys in (("properties", "required"), ("patternProperties",))
+        )
+        least = max(each.get("minProperties", 0) for each in together)
+        if not patterns and least > len(names):
+            return part
+        for keyword, known in (("properties", names), ("patternProperties", patterns)):
+            added = dict.fromkeys(
+                (name for name in known if name not in part.get(keyword, {})), True
+            )
+            self.names_left -= len(added)
+            if added or keyword == "properties":
+                part[keyword] = {**part.get(keyword, {}), **added}
+        self._check_limits()
+        return with_groups_together({**part, "additionalProperties": False})
 
-    def _referring(self, schema: dict[str, Any], form: str) -> dict[str, Any]:
-        """A schema that refers to a definition in this form."""
-        return {**schema, "$ref": self._reference(schema, form)} if "$ref" in schema else schema
+    def part(self, schema: dict[str, Any], form: str = ".part") -> dict[str, Any]:
+        """One of several schemas that hold together: only the values in it are closed.
 
-    def _reference(self, schema: dict[str, Any], form: str) -> str:
-        old = schema["$ref"].rpartition("/")[2]
-        name = old + form
-        if name not in self.made:
-            self.made[name] = True
-            self.waiting.append((name, old, form))
-        return f"#/$defs/{name}"
+        `form`: that of the definition to which it refers.
+        """
+        closed = mapped(schema, lambda key, each: self.each(each, key in ("allOf", "anyOf")))
+        if "$ref" in schema:
+            closed["$ref"] += form
+            self.needed[closed["$ref"].rpartition("/")[2]] = None
+        return closed
 
-    def _keys(self, schema: JsonSchema) -> Keys:
-        """The keys that a schema and those within it, which hold for the same value, declare."""
-        found = Keys()
-        for _, part in zip(self.parts, self.exact.together(schema), strict=False):
-            found.include(_declared(part))
-        if next(self.parts, None) is None:
-            raise TooManyNamesError
+    def _read(self, schema: JsonSchema) -> list[dict[str, Any]]:
+        """Those of the schemas that hold together with a schema that say something about keys."""
+        found = []
+        for part in self.exact.together(schema):
+            self.parts_left -= 1
+            self._check_limits()
+            if not _READ.isdisjoint(part):
+                found.append(part)
         return found
 
-
-def _declared(schema: dict[str, Any]) -> Keys:
-    """The keys that a schema itself declares."""
-    names = dict.fromkeys((*schema.get("properties", ()), *schema.get("required", ())))
-    return Keys(
-        names,
-        dict.fromkeys(schema.get("patternProperties", ())),
-        "properties" in schema or "patternProperties" in schema,
-        not {"additionalProperties", "const", "enum"}.isdisjoint(schema),
-        schema.get("minProperties", 0),
-    )
+    def _check_limits(self) -> None:
+        if self.names_left < 0 or self.parts_left < 0:
+            why = (
+                "its allOf, anyOf and $ref combine too many properties: write "
+                "additionalProperties in its objects"
+            )
+            raise SchemaError(why)

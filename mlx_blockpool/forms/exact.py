@@ -17,7 +17,7 @@ from decimal import Decimal
 from typing import Any
 
 from ..config import FormConfig
-from .closed_objects import TooManyNamesError, close_objects
+from .closed_objects import close_objects
 from .patterns import FORMAT_PATTERNS, FORMATS, common
 from .schema import (
     LISTS,
@@ -31,6 +31,7 @@ from .schema import (
     step,
     subschemas,
     with_groups_together,
+    without,
 )
 
 # Keywords that cannot be kept.
@@ -116,28 +117,31 @@ class _Walk:
         self.near_lower: set[int] = set()  # whole numbers next below a bound, ...
         self.near_upper: set[int] = set()  # ... and next above one
         self.multiples: dict[Decimal, str] = {}  # each multipleOf, and where it is
-        self.pairs = iter(range(1, _MOST_PAIRS))
+        # The schemas of each oneOf, and where it is.
+        self.unions: list[tuple[list[JsonSchema], str]] = []
 
     def whole(self) -> JsonSchema:
         schema = self.schema(self.source.root, "", 0)
         for each in [schema, *self.defs.values()]:
             for part in subschemas(each):
-                self._prove_one_of(part)
                 self._exclude_bounds(part)
+        pairs = iter(range(1, _MOST_PAIRS))
+        for branches, at in self.unions:
+            if not all(
+                self.exact.are_disjoint(one, other, pairs)
+                for one, other in itertools.combinations(branches, 2)
+            ):
+                why = (
+                    "oneOf is not supported where two of its schemas may match: use anyOf, or make "
+                    "them differ in a const"
+                )
+                raise self._error(at, why)
         if not can_be_merged(self.multiples):
             last = next(reversed(self.multiples.values()))
             raise self._error(last, "its common multiple with others in the schema is too large")
-        try:
-            schema, self.defs = close_objects(schema, self.exact)
-        except TooManyNamesError:
-            why = (
-                "its allOf, anyOf and $ref combine too many properties: write "
-                "additionalProperties in its objects"
-            )
-            raise self._error("", why) from None
-        if isinstance(schema, dict) and self.defs:
-            schema = {**schema, "$defs": self.defs}
-        elif schema is True:
+        with placed(self.path):
+            schema = close_objects(schema, self.exact)
+        if schema is True:
             schema = {}
         if not Schema(schema).has_finite_value():
             raise self._error("", "no value satisfies it")
@@ -384,6 +388,8 @@ class _Walk:
 
     def _finished(self, found: dict[str, Any], at: str) -> JsonSchema:
         """What keywords need of each other."""
+        if "oneOf" in found:
+            found = self._united(found, at)
         if (name := found.pop("format", None)) in FORMAT_PATTERNS:
             found["allOf"] = [*found.pop("allOf", ()), {"pattern": FORMAT_PATTERNS[name]}]
         elif name in FORMATS:
@@ -424,19 +430,25 @@ class _Walk:
                     sign * following, sign * schema.get(inclusive, following)
                 )
 
-    def _prove_one_of(self, schema: dict[str, Any]) -> None:
-        """Branches of a oneOf that have no value in common are those of an anyOf. llguidance
-        does not follow references here.
+    def _united(self, found: dict[str, Any], at: str) -> dict[str, Any]:
+        """A schema with an anyOf in place of its oneOf: they mean the same if no two of its schemas
+        have a value in common, which is proven once all references are read.
         """
-        branches = [branch for branch in schema.get("oneOf", ()) if branch is not False]
-        if "anyOf" not in schema and branches:
-            pairs = itertools.combinations(branches, 2)
-            if all(self.exact.are_disjoint(one, other, self.pairs) for one, other in pairs):
-                parts = list(schema.items())
-                schema.clear()
-                schema.update(
-                    ("anyOf", branches) if key == "oneOf" else (key, value) for key, value in parts
-                )
+        branches, known = found["oneOf"], {key: found[key] for key in ("type",) if key in found}
+        required = found.get("required", [])
+        narrowed = [
+            each
+            if isinstance(each, bool)
+            else {**known, **each, "required": [*each.get("required", ()), *required]}
+            for each in branches
+        ]
+        self.unions.append((narrowed, f"{at}.oneOf"))
+        if "anyOf" in found:
+            return {
+                **without(found, "oneOf"),
+                "allOf": [*found.get("allOf", ()), {"anyOf": branches}],
+            }
+        return {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
 
 
 def is_kept(value: int | float) -> bool:

@@ -25,7 +25,6 @@ PYTHON_NAMES = (
 # Keywords of a schema that say more about an object than which properties it has.
 OF_OBJECTS = (
     "anyOf",
-    "oneOf",
     "allOf",
     "patternProperties",
     "minProperties",

@@ -112,7 +112,7 @@ def _fenced(schema: JsonSchema, words: tuple[str, ...], pattern: str, part: bool
             if not any(word in json.dumps(value, ensure_ascii=False) for word in words)
         ]
         return {**without(out, "const"), "enum": kept}
-    if part or {"$ref", "anyOf", "oneOf"} & set(out):
+    if part or {"$ref", "anyOf"} & set(out):
         return out
     if out == {"type": "string"}:
         return {"$ref": "#/$defs/fenced_text"}
@@ -213,7 +213,7 @@ def conditions(
     seen = set() if seen is None else seen
     for key, value in schema.items():
         at = f"{place}.{key}"
-        if key in ("anyOf", "oneOf", "enum", "const"):
+        if key in ("anyOf", "enum", "const"):
             raise SchemaError(f"{key} is not supported here by this model's tool calls", at)
         if key == "allOf":
             for one in value:

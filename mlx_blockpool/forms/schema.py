@@ -190,45 +190,33 @@ class Schema:
 
     def branches(self, part: JsonSchema) -> list[dict[str, Any]]:
         """The schemas whose union a part of an exact schema is: those of anyOf, and one for each of
-        several types.
-
-        Raises SchemaError for oneOf, which exact schemas have only where several of its schemas may
-        match.
+        several types. Raises SchemaError.
         """
-        found: list[dict[str, Any]] = []
-        waiting: list[tuple[JsonSchema, frozenset[str]]] = [(part, frozenset())]
-        steps = 0
-        while waiting:
-            steps += 1
-            if steps > _MOST_BRANCHES:
+        steps = iter(range(_MOST_BRANCHES))
+
+        def expanded(each: JsonSchema, seen: frozenset[str]) -> Iterator[dict[str, Any]]:
+            if next(steps, None) is None:
                 why = (
                     f"a union of more than {_MOST_BRANCHES} schemas is not supported by this "
                     "model's tool calls"
                 )
                 raise SchemaError(why)
-            each, seen = waiting.pop()
-            reference = json.dumps(each) if isinstance(each, dict) and "$ref" in each else None
-            if reference in seen:
-                continue
+            if isinstance(each, dict) and "$ref" in each:
+                shown = json.dumps(each)
+                if shown in seen:
+                    return
+                seen |= {shown}
             inner = as_object(self.resolve(each))
-            seen = seen if reference is None else seen | {reference}
-            if "oneOf" in inner:
-                why = (
-                    "oneOf is not supported by this model's tool calls where two of its schemas "
-                    "may match: use anyOf"
-                )
-                raise SchemaError(why, ".oneOf")
             if "anyOf" in inner:
                 rest = without(inner, "anyOf")
-                # Backwards: the last one is taken first.
-                waiting += [
-                    (both(one, rest) if rest else one, seen) for one in reversed(inner["anyOf"])
-                ]
+                for one in inner["anyOf"]:
+                    yield from expanded(both(one, rest) if rest else one, seen)
             elif isinstance(inner.get("type"), list):
-                found += [{**inner, "type": kind} for kind in inner["type"]]
+                yield from ({**inner, "type": kind} for kind in inner["type"])
             else:
-                found.append(inner)
-        return found
+                yield inner
+
+        return list(expanded(part, frozenset()))
 
     def conjuncts(self, part: dict[str, Any]) -> Iterator[JsonSchema]:
         """The schemas that each value of a part has to satisfy, too."""
@@ -250,9 +238,7 @@ class Schema:
             if each.get("$ref") in seen:
                 each = without(each, "$ref")
             seen |= {each["$ref"]} if "$ref" in each else set()
-            left += reversed(
-                [*self.conjuncts(each), *each.get("anyOf", ()), *each.get("oneOf", ())]
-            )
+            left += reversed([*self.conjuncts(each), *each.get("anyOf", ())])
 
     def standalone(self, part: dict[str, Any]) -> dict[str, Any]:
         """A part of an exact schema as a whole one, with those `$defs` to which its references
@@ -286,7 +272,7 @@ class Schema:
                 self.are_disjoint(each, against, tries, depth - 1) for each in self.conjuncts(part)
             ):
                 return True
-            branches = part.get("anyOf") or part.get("oneOf")
+            branches = part.get("anyOf")
             if branches and all(
                 self.are_disjoint(branch, against, tries, depth - 1) for branch in branches
             ):
@@ -301,9 +287,10 @@ class Schema:
         if not common or (values is not None and others is not None and values.isdisjoint(others)):
             return True
         return common == {"object"} and any(
-            self.are_disjoint(one["properties"][name], other["properties"][name], tries, depth - 1)
+            self.are_disjoint(
+                _property_schema(one, name), _property_schema(other, name), tries, depth - 1
+            )
             for name in dict.fromkeys((*one.get("required", ()), *other.get("required", ())))
-            if name in one.get("properties", {}) and name in other.get("properties", {})
         )
 
     def _types_and_values(self, part: dict[str, Any]) -> tuple[frozenset[str], Set[str] | None]:
@@ -334,6 +321,13 @@ class Schema:
         return _ends(self.root, finite)
 
 
+def _property_schema(part: dict[str, Any], name: str) -> JsonSchema:
+    """What a schema says of the values of one key."""
+    rest = True if "patternProperties" in part else part.get("additionalProperties", True)
+    found: JsonSchema = part.get("properties", {}).get(name, rest)
+    return found
+
+
 def _ends(part: JsonSchema, finite: set[str]) -> bool:
     """Whether a part has a finite value if the references in `finite` have one."""
     if isinstance(part, bool):
@@ -342,11 +336,7 @@ def _ends(part: JsonSchema, finite: set[str]) -> bool:
         return False
     if not all(_ends(each, finite) for each in part.get("allOf", ())):
         return False
-    if any(
-        not any(_ends(branch, finite) for branch in part[key])
-        for key in ("anyOf", "oneOf")
-        if key in part
-    ):
+    if not any(_ends(branch, finite) for branch in part.get("anyOf", (True,))):
         return False
     return any(_type_ends(kind, part, finite) for kind in own_types(part))
 

@@ -480,17 +480,6 @@ def test_text_that_would_be_read_as_another_value_cannot_be_written() -> None:
         (".minProperties", {**closed(a={}, b={}), "minProperties": 1}),
         (".properties.a b", closed(**{"a b": {"type": "string"}})),
         (".properties.a.pattern", closed(a={"type": "string", "pattern": "^a|b$"})),
-        (
-            ".properties.a.oneOf",
-            closed(
-                a={
-                    "oneOf": [
-                        {"type": "string", "minLength": 2},
-                        {"type": "string", "maxLength": 3},
-                    ]
-                }
-            ),
-        ),
         (".type", {"type": "string"}),
         (".properties.a.enum", closed(a={"type": "string", "enum": ["</parameter>"]})),
     ],

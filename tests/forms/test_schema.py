@@ -282,6 +282,10 @@ CONTROL = {"properties": {"a": {"enum": ["b", "\x7f"]}}, "additionalProperties":
             {"patternProperties": {f"^x{n}$": True for n in range(65)}},
             "schema.patternProperties: more than 64 patterns",
         ),
+        (
+            {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}},
+            "schema.items.oneOf: oneOf is not supported where two of its schemas may match",
+        ),
         ({"allOf": []}, "schema.allOf: allOf is a list of schemas that is not empty"),
         ({"properties": []}, "schema.properties: properties is an object of schemas"),
         ({"items": [{}], "prefixItems": [{}]}, "schema.items: items is a schema where prefixItems"),
@@ -358,7 +362,6 @@ def test_nesting_is_bounded_with_and_without_references() -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}},
         {"properties": {"b": {"pattern": "a{1000000000000}"}}},
         {
             "type": "object",
