@@ -15,7 +15,8 @@ from ..bodies import InvalidRequestError, Json, StatusError
 from ..models.http import MODELS, ModelsEndpoint
 from ..request import ParsedRequest
 from .anthropic_request import parse
-from .call_stream import Call, CallCut, CallPart
+from .call_readers import CallPart
+from .call_stream import Call, CallCut
 from .endpoint import Endpoint
 from .errors import MESSAGES, anthropic_error, anthropic_status
 from .reply import MAX_TOKENS, BlockEnd, Event, Packet, Renderer, StopReason, Text, Thinking

@@ -14,7 +14,7 @@ import re
 import string
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,18 +31,24 @@ Types = Callable[[str, str], frozenset[str]]
 
 # Deeper values are sent at the end of the call.
 MOST_DEEP = 100
+# What stands before the arguments of a call, or before one in tags, is not longer.
+LONGEST_HEAD = 1_000
 KEY = re.compile(r"\w+")
-NAME = re.compile(r"[\w-]+")
-DOTTED = re.compile(r"[\w.]+")
 # The keys and values of function_gemma.
 BEFORE_VALUE, VALUE = re.compile("[^}:]*"), re.compile("[^},]*")
-TAG_WORD = re.compile(r"[^\s<>\"'=]+")
 # The characters of numbers and of words such as `true`.
 JSON_WORD = re.compile(r"[-+.0-9eEtrufalsnNIiy]+")
 PYTHON_WORD = re.compile(r"[-+.\w]+", re.ASCII)
-HIGH = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
-LOW = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-OCTAL = re.compile(r"\\[0-7]{1,3}")
+# An escape of JSON or Python, once it is certain: both halves of a surrogate pair make one
+# character, and octal digits may follow each other.
+HIGH = r"\\(?:u|U0000)[dD][89abAB][0-9a-fA-F]{2}"
+LOW = r"\\(?:u|U0000)[dD][c-fC-F][0-9a-fA-F]{2}"
+HEX = r"\\(?:x..|u.{4}|U.{8})"
+ESCAPE = (
+    rf"{HIGH}(?:{LOW}|(?=[^\\]|\\[^xuU]|(?!{LOW}){HEX}))|(?!{HIGH}){HEX}"
+    r"|\\[0-7](?:[0-7]{2}|[0-7]?(?=[^0-7]))|\\[^xuUN0-7]"
+)
+LONGEST_ESCAPE = 20
 # What literals of Python and JSON raise.
 NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
@@ -52,19 +58,14 @@ class UncertainError(Exception):
 
 
 @dataclass(frozen=True)
-class Begin:
-    """A call begins. `id`: None unless the model has named the call."""
+class CallPart:
+    """More of the arguments of a call, as JSON; a call begins with it where none is open.
+
+    `id`: None unless the model has named the call.
+    """
 
     id: str | None
     name: str
-
-
-@dataclass(frozen=True)
-class More:
-    """More of the JSON of the open call's arguments, after the brace that opens it and without
-    the one that closes it.
-    """
-
     text: str
 
 
@@ -79,29 +80,78 @@ class End:
     position: int
 
 
-CallEvent = Begin | More | End
+def strings(forbidden: Mapping[str, str], escape: str = "") -> dict[str, re.Pattern[str]]:
+    """Patterns of what is certain of a string's text, by the string's quotes.
+
+    `forbidden`: the characters that are not its text as they are, in the form of a set.
+    """
+    found = {}
+    for quote, characters in forbidden.items():
+        parts = [f"[^{re.escape(quote[0])}{characters}]+", *filter(None, [escape])]
+        # The beginning of a quote that is not one.
+        starts = [f"{re.escape(quote[1:i])}[^{re.escape(quote[i])}]" for i in range(1, len(quote))]
+        parts += [f"{re.escape(quote[0])}(?={'|'.join(starts)})"] * bool(starts)
+        found[quote] = re.compile(f"(?:{'|'.join(parts)})*", re.DOTALL)
+    return found
+
+
+def json_text(raw: str, quote: str) -> str:
+    """The text that is written in a string of JSON."""
+    return str(json.loads(f'"{raw}"', strict=False))
+
+
+def python_text(raw: str, quote: str) -> str:
+    """The text that is written in a string of Python, as JSON has it."""
+    # A space follows the text, which may end with a quote.
+    found = ast.literal_eval(f"{quote}{raw} {quote}")[:-1]
+    return str(json.loads(json.dumps(found)))
+
+
+def python_scalar(word: str) -> Any:
+    """A number or a constant; templates write those of JSON too."""
+    constants = {"true": True, "false": False, "null": None}
+    if word in constants:
+        return constants[word]
+    found = ast.literal_eval(word)
+    if isinstance(found, bool | int | float | None):
+        return found
+    raise ValueError(word)
 
 
 @dataclass(frozen=True)
 class Notation:
     """How values are written.
 
-    quotes:     what begins and ends a string, longer ones before their beginnings.
-    escape:     reads an escape of a string; None where there are none.
-    forbidden:  characters that are not allowed in a string of one line.
+    strings:    patterns of the texts of strings by their quotes, longer ones before their
+                beginnings.
+    text:       what a part of a string says, given its quote. Raises one of NO_LITERAL.
     word:       the characters of numbers and words.
     scalar:     reads a number or a word. Raises one of NO_LITERAL.
     bare_keys:  whether keys are written without quotes.
     more_commas: whether a comma may follow the last item.
     """
 
-    quotes: tuple[str, ...]
-    escape: Callable[[CallReader], Steps[str]] | None
-    forbidden: str
-    word: re.Pattern[str]
-    scalar: Callable[[str], Any]
+    strings: Mapping[str, re.Pattern[str]]
+    text: Callable[[str, str], str] = json_text
+    word: re.Pattern[str] = JSON_WORD
+    scalar: Callable[[str], Any] = json.loads
     bare_keys: bool = False
     more_commas: bool = False
+
+
+JSON = Notation(strings({'"': r"\\\x00-\x1f"}, ESCAPE))
+# As json.loads() with strict=False.
+LOOSE_JSON = Notation(strings({'"': r"\\"}, ESCAPE))
+PYTHON = Notation(
+    strings({'"""': r"\\\r\0", "'''": r"\\\r\0", '"': r"\\\n\r\0", "'": r"\\\n\r\0"}, ESCAPE),
+    python_text,
+    PYTHON_WORD,
+    python_scalar,
+    bare_keys=True,
+    more_commas=True,
+)
+GEMMA = Notation(strings({'<|"|>': ""}), lambda raw, quote: raw, bare_keys=True)
+FLAT = Notation(strings({"<escape>": "}"}), lambda raw, quote: raw)
 
 
 class CallReader:
@@ -114,16 +164,16 @@ class CallReader:
         self._buffer = ""
         # The next character, and the first one of the call.
         self._at = self._start = 0
-        self._name = ""
-        self._is_named = False
-        self._events: list[CallEvent] = []
+        # The first part of the open call.
+        self._begun: CallPart | None = None
+        self._events: list[CallPart | End] = []
         # What was written since the last event, and all that was written of the call.
         self._written: list[str] = []
         self._sent: list[str] = []
         self._steps: Steps[None] = self._read()
         self.is_over = False
 
-    def feed(self, text: str) -> list[CallEvent]:
+    def feed(self, text: str) -> list[CallPart | End]:
         """What is certain with the next part of the block's text."""
         if not self.is_over:
             self._buffer += text
@@ -141,8 +191,8 @@ class CallReader:
     # -- events ------------------------------------------------------------------------------------
 
     def _begin(self, name: str, id: str | None = None) -> None:
-        self._name, self._is_named = name, True
-        self._events.append(Begin(id, name))
+        self._begun, self._written, self._sent = CallPart(id, name, "{"), [], []
+        self._events.append(self._begun)
 
     def _put(self, text: str) -> None:
         self._written.append(text)
@@ -154,13 +204,11 @@ class CallReader:
     def _end(self, text: str) -> None:
         self._flush()
         self._events.append(End(text, self._at))
-        self._start, self._is_named, self._sent = self._at, False, []
 
     def _flush(self) -> None:
-        if self._is_named:
-            if text := "".join(self._written):
-                self._events.append(More(text))
-            self._written = []
+        if self._begun is not None and (text := "".join(self._written)):
+            self._events.append(replace(self._begun, text=text))
+        self._written = []
 
     @property
     def _call(self) -> str:
@@ -169,16 +217,26 @@ class CallReader:
 
     # -- text --------------------------------------------------------------------------------------
 
-    def _peek(self, size: int = 1) -> Steps[str]:
-        while len(self._buffer) - self._at < size:
+    def _head(self, pattern: str) -> Steps[re.Match[str]]:
+        """What stands next to arguments, which is skipped. Its end does not depend on what follows
+        it.
+        """
+        matches = re.compile(pattern, re.DOTALL).match
+        while (found := matches(self._buffer, self._at)) is None:
+            if len(self._buffer) - self._at > LONGEST_HEAD:
+                raise UncertainError
             yield
-        return self._buffer[self._at : self._at + size]
+        self._at = found.end()
+        return found
 
     def _space(self) -> Steps[str]:
         """Skip space. Returns the character after it."""
-        while (char := (yield from self._peek())).isspace():
+        while True:
+            while self._at == len(self._buffer):
+                yield
+            if not (char := self._buffer[self._at]).isspace():
+                return char
             self._at += 1
-        return char
 
     def _comes(self, word: str) -> Steps[bool]:
         """Whether a word comes next, which is skipped then."""
@@ -199,15 +257,6 @@ class CallReader:
         """Skip space, and a word that has to follow it."""
         yield from self._space()
         yield from self._expect(word)
-
-    def _until(self, word: str) -> Steps[str]:
-        """The text before a word, which is skipped."""
-        start = self._at
-        while (end := self._buffer.find(word, self._at)) < 0:
-            self._at = max(len(self._buffer) - len(word) + 1, start)
-            yield
-        self._at = end + len(word)
-        return self._buffer[start:end]
 
     def _word(self, pattern: re.Pattern[str]) -> Steps[str]:
         """The longest text of a pattern, which repeats a set of characters."""
@@ -232,15 +281,13 @@ class CallReader:
             close, between = ("}", ":") if char == "{" else ("]", "")
             self._at += 1
             self._put(char)
-            yield from self._items(close, between, depth)
+            yield from self._items(close, between, depth=depth)
             self._put(close)
         elif quote := (yield from self._quote()):
-            self._put('"')
-            yield from self._string(quote, self._put_text)
+            yield from self._string(quote)
             # Python joins strings that follow each other.
             if (yield from self._space()) not in ",:]})":
                 raise UncertainError
-            self._put('"')
         else:
             word = yield from self._word(self.notation.word)
             try:
@@ -248,13 +295,9 @@ class CallReader:
             except NO_LITERAL as error:
                 raise UncertainError from error
 
-    def _items(
-        self, close: str, between: str, depth: int = 0, is_bare: bool = False
-    ) -> Steps[None]:
+    def _items(self, close: str, between: str, depth: int = 0) -> Steps[None]:
         """The items of a list or, with `between` keys and values, of an object, and what closes
         it.
-
-        `is_bare`: whether keys are words.
         """
         is_first = True
         while True:
@@ -264,7 +307,7 @@ class CallReader:
             if not is_first:
                 self._put(", ")
             if between:
-                yield from self._key(between, is_bare or self.notation.bare_keys)
+                yield from self._key(between)
             yield from self._value(depth + 1)
             is_first = False
             char = yield from self._space()
@@ -273,218 +316,106 @@ class CallReader:
             yield from self._expect(",")
         self._at += 1
 
-    def _object(self) -> Steps[None]:
-        """The items of an object, without its braces."""
-        yield from self._next("{")
-        yield from self._items("}", ":")
-
-    def _key(self, between: str, is_bare: bool) -> Steps[None]:
-        self._put('"')
+    def _key(self, between: str) -> Steps[None]:
         if quote := (yield from self._quote()):
-            yield from self._string(quote, self._put_text)
-        elif is_bare:
-            self._put_text((yield from self._word(KEY)))
+            yield from self._string(quote)
+        elif self.notation.bare_keys:
+            self._put(f'"{(yield from self._word(KEY))}"')
         else:
             raise UncertainError
         yield from self._next(between)
-        self._put('": ')
+        self._put(": ")
 
     def _quote(self) -> Steps[str]:
         """The quote that begins a string here, which is skipped; empty if there is none."""
-        for quote in self.notation.quotes:
+        for quote in self.notation.strings:
             if (yield from self._comes(quote)):
                 return quote
         return ""
 
-    def _string(self, quote: str, put: Callable[[str], None]) -> Steps[None]:
-        """The text of a string, its quote skipped."""
-        escape = self.notation.escape
-        forbidden = self.notation.forbidden if len(quote) == 1 else "\r\0" * (escape is not None)
-        special = re.compile(
-            "[" + re.escape(quote[0] + "\\" * (escape is not None) + forbidden) + "]"
-        )
+    def _string(self, quote: str) -> Steps[None]:
+        """A string, its first quote skipped."""
+        self._put('"')
         while True:
-            match = special.search(self._buffer, self._at)
-            end = len(self._buffer) if match is None else match.start()
-            put(self._buffer[self._at : end])
-            self._at = end
-            if match is None:
-                yield
-            elif match.group() == "\\" and escape is not None:
-                put((yield from escape(self)))
-            elif match.group() in forbidden:
+            found = self.notation.strings[quote].match(self._buffer, self._at)
+            assert found is not None, "a string may have no text"
+            self._at = found.end()
+            try:
+                self._put_text(self.notation.text(found[0], quote))
+            except NO_LITERAL as error:
+                raise UncertainError from error
+            if self._buffer.startswith(quote, self._at):
+                break
+            if len(self._buffer) - self._at > LONGEST_ESCAPE:
                 raise UncertainError
-            elif (yield from self._comes(quote)):
-                return
-            else:
-                put(match.group())
-                self._at += 1
+            yield
+        self._at += len(quote)
+        self._put('"')
 
 
-def json_escape(reader: CallReader) -> Steps[str]:
-    """The character of an escape of JSON; both halves of a surrogate pair make one."""
-    text = yield from reader._peek(2)
-    if text == "\\u":
-        text = yield from reader._peek(6)
-        if HIGH.fullmatch(text) and (yield from reader._peek(8))[6:] == "\\u":
-            pair = yield from reader._peek(12)
-            text = pair if LOW.fullmatch(pair[6:]) else text
-    reader._at += len(text)
-    try:
-        return str(json.loads(f'"{text}"'))
-    except ValueError as error:
-        raise UncertainError from error
+@dataclass(frozen=True)
+class Syntax:
+    """How calls are written whose arguments are an object or keywords.
 
-
-def python_escape(reader: CallReader) -> Steps[str]:
-    """The characters of an escape in a string of Python; both halves of a surrogate pair make one,
-    as in the JSON of a whole call.
+    first:          what stands before the arguments, as far as the name is certain, with the groups
+                    "call", where the text of a call begins, "name" and maybe "id".
+    opens:          the rest of it.
+    last:           what follows the arguments; None where a block has one call.
+    close, between: what ends the arguments, and what stands between a key and its value.
+    alone:          the block of one call.
     """
-    text = yield from reader._peek(2)
-    kind = text[1]
-    if kind in "xuU":
-        text = yield from reader._peek({"x": 4, "u": 6, "U": 10}[kind])
-    elif match := OCTAL.match(text):
-        match = OCTAL.match((yield from reader._peek(4)))
-        assert match is not None
-        text = match.group()
-    elif kind == "N":
-        raise UncertainError
-    elif kind not in "\\'\"abfnrtv\n":
-        # Not an escape: the backslash stays.
-        reader._at += 2
-        return text
-    reader._at += len(text)
-    try:
-        found = str(ast.literal_eval(f'"{text}"')) if kind != "\n" else ""
-    except NO_LITERAL as error:
-        raise UncertainError from error
-    if "\ud800" <= found <= "\udbff" and (yield from reader._peek(2)) in ("\\u", "\\U"):
-        found += yield from python_escape(reader)
-        found = found.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-    return found
+
+    notation: Notation
+    first: str
+    opens: str = r"\s*\{"
+    last: str | None = None
+    close: str = "}"
+    between: str = ":"
+    alone: str = "{}"
 
 
-def python_scalar(word: str) -> Any:
-    """A number or a constant; templates write those of JSON too."""
-    constants = {"true": True, "false": False, "null": None}
-    if word in constants:
-        return constants[word]
-    found = ast.literal_eval(word)
-    if isinstance(found, bool | int | float | None):
-        return found
-    raise ValueError(word)
+# Calls of mistral in a list are certain at its end, where their ids are.
+SYNTAXES = {
+    "json_tools": Syntax(
+        JSON,
+        r'(?P<call>\s*)\{\s*(?:"id"\s*:\s*"(?P<id>[^"\\]+)"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\\]*)"',
+        r'\s*,\s*"arguments"\s*:\s*\{',
+    ),
+    "kimi_k2": Syntax(
+        JSON,
+        r"(?P<call>\s*)(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?(?P<name>.+?):\d+)\s*"
+        r"<\|tool_call_argument_begin\|>",
+        last=r"\s*<\|tool_call_end\|>",
+    ),
+    "mistral": Syntax(
+        JSON, r"(?P<call>\s*)(?:\[TOOL_CALLS\])?\s*(?P<name>[\w-]+)\s*\[ARGS\]", last=""
+    ),
+    "pythonic": Syntax(
+        PYTHON, r"\s*[\[,]\s*(?P<call>)(?P<name>[\w.]+)\(", "", "", ")", "=", "[{}]"
+    ),
+    "gemma4": Syntax(GEMMA, r"(?P<call>\s*)call:(?P<name>[\w-]+)\{", ""),
+}
 
 
-CONTROLS = "".join(map(chr, range(32)))
-JSON = Notation(('"',), json_escape, CONTROLS, JSON_WORD, json.loads)
-# As json.loads() with strict=False.
-LOOSE_JSON = Notation(('"',), json_escape, "", JSON_WORD, json.loads)
-PYTHON = Notation(
-    ('"""', "'''", '"', "'"), python_escape, "\n\r\0", PYTHON_WORD, python_scalar, more_commas=True
-)
-GEMMA = Notation(('<|"|>',), None, "", JSON_WORD, json.loads, bare_keys=True)
+class ObjectReader(CallReader):
+    """Reads calls of a syntax."""
 
-
-class JsonReader(CallReader):
-    """json_tools: an object with a name and arguments."""
-
-    notation = JSON
+    def __init__(self, syntax: Syntax, parse: Parse, types: Types) -> None:
+        super().__init__(parse, types)
+        self._syntax, self.notation = syntax, syntax.notation
 
     def _read(self) -> Steps[None]:
-        yield from self._next("{")
-        id, seen = None, set()
+        syntax = self._syntax
         while True:
-            key = yield from self._text()
-            if key in seen:
-                raise UncertainError
-            seen.add(key)
-            yield from self._next(":")
-            if key == "arguments":
-                yield from self._object()
-            else:
-                text = yield from self._text()
-                if key == "name":
-                    self._begin(text, id)
-                elif key == "id":
-                    id = text or None
-            yield from self._next(",")
-
-    def _text(self) -> Steps[str]:
-        """A whole string, and the space before it."""
-        yield from self._next('"')
-        found: list[str] = []
-        yield from self._string('"', found.append)
-        return "".join(found)
-
-
-class KimiReader(CallReader):
-    """kimi_k2: names with a number, before JSON."""
-
-    notation = JSON
-    _named = re.compile(r"\s*((?:functions\.)?(.+?):\d+)\s*", re.DOTALL)
-
-    def _read(self) -> Steps[None]:
-        while True:
-            yield from self._space()
-            self._start = self._at
-            yield from self._comes("<|tool_call_begin|>")
-            named = self._named.fullmatch((yield from self._until("<|tool_call_argument_begin|>")))
-            if named is None:
-                raise UncertainError
-            self._begin(named[2], named[1])
-            yield from self._object()
-            yield from self._next("<|tool_call_end|>")
-            self._end(self._call)
-
-
-class MistralReader(CallReader):
-    """mistral: names before JSON. Calls in a list are certain at its end, where their ids are."""
-
-    notation = JSON
-
-    def _read(self) -> Steps[None]:
-        while True:
-            yield from self._space()
-            yield from self._comes("[TOOL_CALLS]")
-            yield from self._space()
-            self._start = self._at
-            name = yield from self._word(NAME)
-            yield from self._next("[ARGS]")
-            self._begin(name)
-            yield from self._object()
-            self._end(self._call)
-
-
-class PythonReader(CallReader):
-    """pythonic: a list of calls with keywords."""
-
-    notation = PYTHON
-
-    def _read(self) -> Steps[None]:
-        yield from self._next("[")
-        while True:
-            yield from self._space()
-            self._start = self._at
-            name = yield from self._word(DOTTED)
-            yield from self._expect("(")
-            self._begin(name)
-            yield from self._items(")", "=", is_bare=True)
-            self._end(f"[{self._call}]")
-            yield from self._next(",")
-
-
-class GemmaReader(CallReader):
-    """gemma4: an object with bare keys after the name."""
-
-    notation = GEMMA
-
-    def _read(self) -> Steps[None]:
-        yield from self._next("call:")
-        name = yield from self._word(NAME)
-        yield from self._expect("{")
-        self._begin(name)
-        yield from self._items("}", ":")
+            begun = yield from self._head(syntax.first)
+            self._start = begun.start("call")
+            self._begin(begun["name"], begun.groupdict().get("id"))
+            yield from self._head(syntax.opens)
+            yield from self._items(syntax.close, syntax.between)
+            if syntax.last is None:
+                return
+            yield from self._head(syntax.last)
+            self._end(syntax.alone.format(self._call))
 
 
 class FunctionGemmaReader(CallReader):
@@ -492,27 +423,19 @@ class FunctionGemmaReader(CallReader):
     brace ends the call wherever it stands.
     """
 
+    notation = FLAT
+
     def _read(self) -> Steps[None]:
-        yield from self._next("call:")
-        name = yield from self._word(KEY)
-        yield from self._expect("{")
-        self._begin(name)
+        begun = yield from self._head(r"\s*call:(\w+)\{")
+        self._begin(begun[1])
         lead = ""
         while True:
             key = yield from self._word(BEFORE_VALUE)
             yield from self._expect(":")
             self._put(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
             lead = ", "
-            if (yield from self._comes("<escape>")):
-                self._put('"')
-                while (char := (yield from self._peek())) != "<" or not (
-                    yield from self._comes("<escape>")
-                ):
-                    if char == "}":
-                        raise UncertainError
-                    self._put_text(char)
-                    self._at += 1
-                self._put('"')
+            if quote := (yield from self._quote()):
+                yield from self._string(quote)
             else:
                 value: Any = yield from self._word(VALUE)
                 with suppress(ValueError):
@@ -535,80 +458,72 @@ class TagReader(CallReader):
         self._tags, self._several = tags, several
 
     def _read(self) -> Steps[None]:
-        forms = (self._tags.begin, self._tags.key, self._tags.close, self._tags.finish)
-        begin, key, close, finish = (form.strip("~\n") for form in forms)
+        tags = self._tags
+        close, finish = tags.close.strip("~\n"), tags.finish.strip("~\n")
+        begin, key = self._pattern(tags.begin), self._pattern(tags.key)
+        if begin.endswith(")"):
+            # The first argument shows that it was a name.
+            begin += rf"\s*(?={re.escape(tags.key[: tags.key.index('{')])})"
+        argument = rf"{key}|\s*(?P<end>{re.escape(finish)})" if finish else key
         while True:
-            yield from self._space()
             self._start = self._at
-            name = (yield from self._follow(begin))["name"]
-            if begin.endswith("}"):
-                # The first argument shows that it was a name.
-                yield from self._space()
-                at = self._at
-                yield from self._expect(key[: key.index("{")])
-                self._at = at
-            self._begin(name)
+            self._begin((yield from self._head(begin))["name"])
             seen: set[str] = set()
             while True:
-                yield from self._space()
-                if finish and (yield from self._comes(finish)):
+                found = (yield from self._head(argument)).groupdict()
+                if found.get("end"):
                     break
-                argument = yield from self._follow(key)
-                if argument["key"] in seen:
+                if found["key"] in seen:
                     raise UncertainError
                 self._put(", " if seen else "")
-                self._put(f"{json.dumps(argument['key'], ensure_ascii=False)}: ")
-                seen.add(argument["key"])
-                yield from self._argument(argument, close)
+                self._put(f"{json.dumps(found['key'], ensure_ascii=False)}: ")
+                seen.add(found["key"])
+                yield from self._argument(found, close)
                 self._settle(finish)
             if not self._several:
                 return
             self._end(self._call)
 
-    def _follow(self, form: str) -> Steps[dict[str, str]]:
-        """Read what a form of `Tags` says. Returns its words."""
-        found = {}
-        for part in re.split(r"(\{\w+\}|[~\n])", form):
-            if part in ("~", "\n"):
-                yield from self._space()
-            elif part.startswith("{"):
-                found[part[1:-1]] = yield from self._word(TAG_WORD)
-            else:
-                yield from self._expect(part)
-        return found
+    def _pattern(self, form: str) -> str:
+        """A regular expression for a form of `Tags`."""
+        parts = re.split(r"(\{\w+\}|[~\n])", form.strip("~\n"))
+        return r"\s*" + "".join(
+            r"\s*"
+            if part in ("~", "\n")
+            else rf"(?P<{part[1:-1]}>[^\s<>\"'=]+)"
+            if part.startswith("{")
+            else re.escape(part)
+            for part in parts
+            if part
+        )
 
     def _argument(self, argument: Mapping[str, str], close: str) -> Steps[None]:
         """Read a value and the tag that closes it."""
-        types = self._types(self._name, argument["key"])
+        assert self._begun is not None, "an argument without a call"
+        types = self._types(self._begun.name, argument["key"])
         if types and types <= {"array", "object"}:
             yield from self._value()
             yield from self._next(close)
-        elif "string" in types and argument.get("type", "string") == "string":
-            yield from self._string_in_tags(close, types != {"string"} or self._tags.reads_json)
-        else:
-            yield from self._until(close)
-
-    def _string_in_tags(self, close: str, may_be_json: bool) -> Steps[None]:
-        """`may_be_json`: text that is JSON has another value."""
+            return
+        is_text = "string" in types and argument.get("type", "string") == "string"
+        may_be_json = types != {"string"} or self._tags.reads_json
         start, num_shown, num_probed = self._at, 0, 0
-        json_text = JsonProbe(self._parse, self._types)
-        while True:
-            end = self._buffer.find(close, max(start, self._at - len(close)))
-            if end >= 0:
-                self._at = end + len(close)
-                return
-            text = self._buffer[start : len(self._buffer) - held(self._buffer, close)]
-            if may_be_json and not json_text.is_over:
-                json_text.feed(text[num_probed:])
-                num_probed = len(text)
-            if not may_be_json or json_text.is_over:
-                shown = self._certain(text)
-                if len(shown) > num_shown:
-                    self._put("" if num_shown else '"')
-                    self._put_text(shown[num_shown:])
-                    num_shown = len(shown)
+        probe = JsonProbe(self._parse, self._types)
+        while (end := self._buffer.find(close, max(start, self._at - len(close)))) < 0:
             self._at = len(self._buffer)
+            if is_text:
+                text = self._buffer[start : self._at - held(self._buffer, close)]
+                if may_be_json and not probe.is_over:
+                    probe.feed(text[num_probed:])
+                    num_probed = len(text)
+                if not may_be_json or probe.is_over:
+                    shown = self._certain(text)
+                    if len(shown) > num_shown:
+                        self._put("" if num_shown else '"')
+                        self._put_text(shown[num_shown:])
+                        num_shown = len(shown)
             yield
+        self._at = end + len(close)
 
     def _certain(self, text: str) -> str:
         """The beginning of a value, given its text so far."""
@@ -652,11 +567,7 @@ def held(text: str, word: str) -> int:
 # Makes the reader of a block; by mlx-lm's parsers. The calls of others are certain at their ends.
 READERS: Mapping[str, Callable[[Parse, Types], CallReader]] = {
     "function_gemma": FunctionGemmaReader,
-    "gemma4": GemmaReader,
-    "json_tools": JsonReader,
-    "kimi_k2": KimiReader,
-    "mistral": MistralReader,
-    "pythonic": PythonReader,
+    **{parser: partial(ObjectReader, syntax) for parser, syntax in SYNTAXES.items()},
     **{
         parser: partial(TagReader, family.build, family.within is not None)
         for parser, family in FAMILIES.items()

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...forms.calls import Tool, argument_types, arguments, as_strings, writes_tags
 from ..bodies import Json
-from .call_readers import READERS, Begin, End, More
+from .call_readers import READERS, CallPart, End
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +54,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class CallPart:
-    """More of the arguments of a call, as JSON; a call begins with it where none is open."""
-
-    id: str | None
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class CallCut:
     """The open call ends malformed. Its arguments, as far as they were emitted, are not JSON."""
 
@@ -92,7 +83,7 @@ class CallStream:
         self._ended: list[Call] = []
         self._rest = 0
         # The open call, where the reader has found its end, and what was emitted of its arguments.
-        self._begun: Begin | None = None
+        self._begun: CallPart | None = None
         self._end: End | None = None
         self._sent = ""
 
@@ -109,24 +100,20 @@ class CallStream:
         if self._reader is None:
             return
         for event in self._reader.feed(text):
-            match event:
-                case Begin(id, name):
-                    if self._end is not None:
-                        # A last call ends with its block.
-                        calls = self._calls(self._end.text)
-                        if len(calls) != 1 or not self._continues(calls[0]):
-                            self._reader = None
-                            return
-                        self._ended += calls
-                        self._rest, self._end = self._end.position, None
-                        yield calls[0]
-                    self._begun, self._sent = event, "{"
-                    yield CallPart(id, name, "{")
-                case More(more) if self._begun is not None:
-                    self._sent += more
-                    yield CallPart(self._begun.id, self._begun.name, more)
-                case End():
-                    self._end = event
+            if isinstance(event, End):
+                self._end = event
+                continue
+            if self._end is not None:
+                # A last call ends with its block.
+                calls = self._calls(self._end.text)
+                if len(calls) != 1 or not self._continues(calls[0]):
+                    self._reader = None
+                    return
+                self._ended += calls
+                self._rest, self._end, self._sent = self._end.position, None, ""
+                yield calls[0]
+            self._begun, self._sent = event, self._sent + event.text
+            yield event
 
     def end(self, is_cut: bool) -> tuple[list[CallPiece], str | None]:
         """The remaining pieces, and the text that is not a call; None if all of it was.

@@ -18,7 +18,8 @@ from ..access import COMPLETIONS, cause_of
 from ..bodies import InvalidRequestError, Json, StatusError
 from ..request import ChatRequest, ParsedRequest
 from ..scope import retention_of
-from .call_stream import CallPart, CallPiece
+from .call_readers import CallPart
+from .call_stream import CallPiece
 from .completions_request import parse
 from .endpoint import Endpoint
 from .errors import openai_answer, openai_error

@@ -17,7 +17,8 @@ from mlx_lm.generate import TextStateMachine
 
 from ..bodies import Json
 from ..request import ChatRequest, ParsedRequest
-from .call_stream import Call, CallCut, CallPart, CallPiece, CallStream
+from .call_readers import CallPart
+from .call_stream import Call, CallCut, CallPiece, CallStream
 from .logprobs import logprobs_of
 from .sections import Section, Sections, machine_of_text
 

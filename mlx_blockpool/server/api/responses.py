@@ -16,7 +16,8 @@ from urllib.parse import unquote
 from ..bodies import Json, StatusError
 from ..kept_responses import KeptResponses
 from ..scope import retention_of
-from .call_stream import Call, CallCut, CallPart
+from .call_readers import CallPart
+from .call_stream import Call, CallCut
 from .endpoint import Endpoint
 from .reply import BlockEnd, Event, Packet, Renderer, StopReason, Text, Thinking, call_id
 from .responses_request import SECRET, Name, ResponsesRequest, parse
