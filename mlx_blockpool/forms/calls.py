@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ from .tags import SAMPLE, TAGS, Tags
 from .vocabulary import Vocabulary
 
 Tool = dict[str, Any]
+# The types of parameters by their names, by the name of their function.
+Parameters = dict[str, dict[str, frozenset[str]]]
 # How much of a reply a grammar is of: one call, the calls between one pair of markers, all that
 # follows the first marker, or all of the reply, with its markers and its text.
 Extent = Literal["call", "block", "reply", "text"]
@@ -240,48 +243,36 @@ def loosened(tools: Sequence[ToolFormat]) -> tuple[ToolFormat, ...]:
     )
 
 
-def arguments(
-    parser: str, name: str, parsed: Mapping[str, Any], tools: Sequence[Tool]
-) -> dict[str, Any]:
-    """The arguments of a parsed call of function `name`: what parsers of tags return as raw
-    text, in its schema's type.
+def argument_types(parser: str, tools: Sequence[Tool]) -> Parameters:
+    """The types that the schemas of functions' parameters allow, which decide what the text of an
+    argument in tags is; empty for a schema that cannot be read, and for other parsers.
     """
-    function = _named(name, tools)
-    if not writes_tags(parser) or function is None:
-        return dict(parsed)
-    root, properties = function.get("parameters") or {}, _properties(function)
+    found: Parameters = {}
+    for tool in tools if writes_tags(parser) else ():
+        # Tools are not checked.
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
+            continue
+        schema, types = function.get("parameters") or {}, dict[str, frozenset[str]]()
+        whole = Schema(schema)
+        with suppress(*UNREADABLE):
+            properties: Any = whole.resolve(schema)
+            properties = properties["properties"]
+            for key in properties:
+                types[key] = frozenset()
+                with suppress(*UNREADABLE):
+                    types[key] = whole.types(properties[key])
+        found.setdefault(name, types)
+    return found
+
+
+def arguments(types: Mapping[str, frozenset[str]], parsed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a parsed call: what parsers of tags return as raw text, in one of the types
+    of its parameter.
+    """
     return {
-        key: _decoded(value, properties[key], root) if key in properties else value
-        for key, value in parsed.items()
+        key: decode(value, types[key]) if types.get(key) else value for key, value in parsed.items()
     }
-
-
-def argument_types(name: str, key: str, tools: Sequence[Tool]) -> frozenset[str]:
-    """The types that the schema of a function's parameter allows; empty for one that is not
-    declared, or whose schema cannot be read.
-    """
-    function = _named(name, tools) or {}
-    properties = _properties(function)
-    try:
-        return (
-            Schema(function.get("parameters") or {}).types(properties[key])
-            if key in properties
-            else frozenset()
-        )
-    except UNREADABLE:
-        return frozenset()
-
-
-def _named(name: str, tools: Sequence[Tool]) -> dict[str, Any] | None:
-    """The function of a name."""
-    return next((found for tool in tools if (found := _function(tool)).get("name") == name), None)
-
-
-def _decoded(value: Any, schema: Any, root: Any) -> Any:
-    try:
-        return decode(value, Schema(root).types(schema))
-    except UNREADABLE:
-        return value
 
 
 def writes_tags(parser: str) -> bool:
@@ -289,38 +280,20 @@ def writes_tags(parser: str) -> bool:
     return parser in FAMILIES and isinstance(FAMILIES[parser].build, Tags)
 
 
-def as_strings(parser: str, tools: Sequence[Tool]) -> Sequence[Tool]:
-    """The tools to parse a call with: for a parser of tags every parameter is a string, so that
-    it returns raw text.
+def as_strings(types: Parameters) -> list[Tool]:
+    """Tools to parse a call in tags with: every parameter is a string, so that the parser returns
+    raw text.
     """
-    if not writes_tags(parser):
-        return tools
     return [
-        {**tool, "function": {**tool["function"], "parameters": _texts(tool["function"])}}
-        for tool in tools
-        if _function(tool)
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "type": "object",
+                    "properties": {key: {"type": "string"} for key in keys},
+                },
+            },
+        }
+        for name, keys in types.items()
     ]
-
-
-def _function(tool: Any) -> dict[str, Any]:
-    """The function of a tool; empty for an unchecked tool that is not a function."""
-    found = tool.get("function") if isinstance(tool, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def _texts(function: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {key: {"type": "string"} for key in _properties(function)},
-    }
-
-
-def _properties(function: dict[str, Any]) -> dict[str, Any]:
-    """The schemas of a function's parameters by their names, as far as anything says so."""
-    schema = function.get("parameters") or {}
-    try:
-        found = Schema(schema).resolve(schema)
-    except UNREADABLE:
-        return {}
-    properties = found.get("properties") if isinstance(found, dict) else None
-    return properties if isinstance(properties, dict) else {}

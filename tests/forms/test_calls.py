@@ -25,6 +25,7 @@ from mlx_blockpool.errors import FormError
 from mlx_blockpool.forms.calls import (
     FAMILIES,
     Extent,
+    argument_types,
     arguments,
     as_strings,
     call_grammar,
@@ -254,12 +255,15 @@ def parsed(parser: str, text: str, tools: Sequence[Any]) -> list[Any]:
     module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
     assert text.endswith(FAMILIES[parser].end)
     calls = module.parse_tool_call(
-        text[: len(text) - len(FAMILIES[parser].end)], as_strings(parser, tools)
+        text[: len(text) - len(FAMILIES[parser].end)], as_strings(argument_types(parser, tools))
     )
     calls = calls if isinstance(calls, list) else [calls]
-    return [
-        (call["name"], arguments(parser, call["name"], call["arguments"], tools)) for call in calls
-    ]
+    return [(call["name"], read(parser, call["name"], call["arguments"], tools)) for call in calls]
+
+
+def read(parser: str, name: str, raw: Any, tools: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of a call that a parser has returned."""
+    return arguments(argument_types(parser, tools).get(name, {}), raw)
 
 
 def check(schema: Any, value: Any) -> None:
@@ -563,7 +567,7 @@ def test_references_that_multiply_take_no_time(keyword: str) -> None:
     }
     schema = {**closed(a={"$ref": "#/$defs/s0"}), "$defs": {**steps, "s50": {"type": "string"}}}
     tools = [shown("f", schema)]
-    assert arguments("qwen3_coder", "f", {"a": "5"}, tools) == {"a": "5"}
+    assert read("qwen3_coder", "f", {"a": "5"}, tools) == {"a": "5"}
     tool = held("f", schema, None)
     assert follows(
         matcher_of("qwen3_coder", [tool]),
@@ -625,12 +629,12 @@ def test_arguments_have_a_type_of_their_schema(schema: Any, raw: Any, value: Any
             {"type": "object", "properties": {"a": schema}, "$defs": {"n": {"type": "integer"}}},
         )
     ]
-    assert arguments("qwen3_coder", "f", {"a": raw, "other": "5"}, tools) == {
+    assert read("qwen3_coder", "f", {"a": raw, "other": "5"}, tools) == {
         "a": value,
         "other": "5",
     }
-    assert arguments("json_tools", "f", {"a": raw}, tools) == {"a": raw}
-    assert arguments("qwen3_coder", "g", {"a": raw}, tools) == {"a": raw}
+    assert read("json_tools", "f", {"a": raw}, tools) == {"a": raw}
+    assert read("qwen3_coder", "g", {"a": raw}, tools) == {"a": raw}
 
 
 def test_only_parsers_of_tags_read_every_parameter_as_text() -> None:
@@ -638,8 +642,9 @@ def test_only_parsers_of_tags_read_every_parameter_as_text() -> None:
         shown("f", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
         shown("g", None),
     ]
-    assert as_strings("json_tools", tools) is tools
+    assert as_strings(argument_types("json_tools", tools)) == []
     names = [
-        tool["function"]["parameters"]["properties"] for tool in as_strings("qwen3_coder", tools)
+        tool["function"]["parameters"]["properties"]
+        for tool in as_strings(argument_types("qwen3_coder", tools))
     ]
     assert names == [{"a": {"type": "string"}}, {}]

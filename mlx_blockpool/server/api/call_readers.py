@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ...forms.calls import FAMILIES
+from ...forms.calls import FAMILIES, Parameters
 from ...forms.tags import Tags
 
 T = TypeVar("T")
@@ -26,8 +26,6 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 # The arguments of the only call in a text, as mlx-lm's parser reads them; None for other texts.
 Parse = Callable[[str], Mapping[str, Any] | None]
-# The types that the schema of a function's parameter allows, by their names; empty if not declared.
-Types = Callable[[str, str], frozenset[str]]
 
 # Deeper values are sent at the end of the call.
 MOST_DEEP = 100
@@ -155,11 +153,11 @@ FLAT = Notation(strings({"<escape>": "}"}), lambda raw, quote: raw)
 
 
 class CallReader:
-    """Reads one block of calls. `parse` and `types`: see above."""
+    """Reads one block of calls. `types`: those of the functions' parameters."""
 
     notation: Notation
 
-    def __init__(self, parse: Parse, types: Types) -> None:
+    def __init__(self, parse: Parse, types: Parameters) -> None:
         self._parse, self._types = parse, types
         self._buffer = ""
         # The next character, and the first one of the call.
@@ -400,7 +398,7 @@ SYNTAXES = {
 class ObjectReader(CallReader):
     """Reads calls of a syntax."""
 
-    def __init__(self, syntax: Syntax, parse: Parse, types: Types) -> None:
+    def __init__(self, syntax: Syntax, parse: Parse, types: Parameters) -> None:
         super().__init__(parse, types)
         self._syntax, self.notation = syntax, syntax.notation
 
@@ -452,7 +450,7 @@ class TagReader(CallReader):
     # Values of lists and objects are JSON.
     notation = LOOSE_JSON
 
-    def __init__(self, tags: Tags, several: bool, parse: Parse, types: Types) -> None:
+    def __init__(self, tags: Tags, several: bool, parse: Parse, types: Parameters) -> None:
         """`several`: whether several calls may stand in one block."""
         super().__init__(parse, types)
         self._tags, self._several = tags, several
@@ -500,7 +498,7 @@ class TagReader(CallReader):
     def _argument(self, argument: Mapping[str, str], close: str) -> Steps[None]:
         """Read a value and the tag that closes it."""
         assert self._begun is not None, "an argument without a call"
-        types = self._types(self._begun.name, argument["key"])
+        types = self._types.get(self._begun.name, {}).get(argument["key"], frozenset())
         if types and types <= {"array", "object"}:
             yield from self._value()
             yield from self._next(close)
@@ -565,7 +563,7 @@ def held(text: str, word: str) -> int:
 
 
 # Makes the reader of a block; by mlx-lm's parsers. The calls of others are certain at their ends.
-READERS: Mapping[str, Callable[[Parse, Types], CallReader]] = {
+READERS: Mapping[str, Callable[[Parse, Parameters], CallReader]] = {
     "function_gemma": FunctionGemmaReader,
     **{parser: partial(ObjectReader, syntax) for parser, syntax in SYNTAXES.items()},
     **{

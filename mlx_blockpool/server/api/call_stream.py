@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...forms.calls import Tool, argument_types, arguments, as_strings, writes_tags
@@ -71,14 +71,10 @@ class CallStream:
     def __init__(self, parse: Callable[..., Any], tools: Sequence[Tool]) -> None:
         self.text = ""
         self._parser = parse.__module__.rpartition(".")[2]
-        self._parse_text, self._tools = parse, tools
-        self._as_strings = as_strings(self._parser, tools)
+        self._parse_text, self._types = parse, argument_types(self._parser, tools)
+        self._tools = as_strings(self._types) if writes_tags(self._parser) else tools
         kind = READERS.get(self._parser)
-        self._reader = (
-            None
-            if kind is None
-            else kind(self._only_arguments, lambda name, key: argument_types(name, key, tools))
-        )
+        self._reader = None if kind is None else kind(self._only_arguments, self._types)
         # Calls that have ended before their block did, and where the text after them begins.
         self._ended: list[Call] = []
         self._rest = 0
@@ -142,21 +138,8 @@ class CallStream:
     def _calls(self, text: str, is_last: bool = False) -> list[Call]:
         """The calls in a text; none if it is malformed, which is logged with `is_last`."""
         try:
-            parsed = self._parse_text(text, self._as_strings)
-            calls = [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
-            calls = [
-                replace(
-                    call,
-                    arguments=arguments(self._parser, call.name, call.arguments, self._tools),
-                )
-                for call in calls
-            ]
-            # Literals of Python may be sets or bytes, and numbers infinite: they are not JSON. Two
-            # escapes of Python may be the halves of a character, which JSON joins.
-            return [
-                replace(call, arguments=json.loads(json.dumps(call.arguments, allow_nan=False)))
-                for call in calls
-            ]
+            parsed = self._parse_text(text, self._tools)
+            return [self._call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
         except BAD_CALL as error:
             if is_last:
                 log.warning(
@@ -164,12 +147,15 @@ class CallStream:
                 )
             return []
 
-
-def _call(parsed: Json) -> Call:
-    arguments = parsed["arguments"]
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not (isinstance(parsed["name"], str) and isinstance(arguments, dict)):
-        raise ValueError("a call has a name and a dictionary of arguments")
-    called = parsed.get("id")
-    return Call(str(called) if called else None, parsed["name"], arguments)
+    def _call(self, parsed: Json) -> Call:
+        """A call as the parser has returned it. Raises one of BAD_CALL."""
+        name, found, called = parsed["name"], parsed["arguments"], parsed.get("id")
+        if isinstance(found, str):
+            found = json.loads(found)
+        if not (isinstance(name, str) and isinstance(found, dict)):
+            raise ValueError("a call has a name and a dictionary of arguments")
+        found = arguments(self._types.get(name, {}), found)
+        # Literals of Python may be sets or bytes, and numbers infinite: they are not JSON. Two
+        # escapes of Python may be the halves of a character, which JSON joins.
+        found = json.loads(json.dumps(found, allow_nan=False))
+        return Call(str(called) if called else None, name, found)
