@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import keyword
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable
 
-from .lark import Lark
+from .lark import Lark, quoted, slashed
 from .parameters import fenced
 from .schema import JsonSchema, Schema, SchemaError, both, constants, placed
 
@@ -62,34 +62,71 @@ def kimi_k2(lark: Lark, name: str, schema: JsonSchema, place: str) -> str:
 
 def pythonic(lark: Lark, name: str, schema: JsonSchema, place: str) -> str:
     """`f(a="text", b=[1, 2])`, with values that are JSON or Python's True, False and None."""
-    whole = Schema(schema)
+    whole, written = Schema(schema), dict[str, str]()
+
+    def value(each: JsonSchema, place: str) -> str:
+        if (shown := json.dumps(each)) not in written:
+            with placed(place):
+                written[shown] = _python_value(lark, each, whole)
+        return written[shown]
+
+    arguments = members(
+        lark,
+        whole,
+        schema,
+        place,
+        is_name=_is_argument,
+        why="this model's calls need Python's names of arguments",
+        more=f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/{'|'.join(['__debug__', *keyword.kwlist])}/",
+        colon="=",
+        comma=lark.terminal("/, ?/"),
+        value=value,
+    )
+    return f"{lark.literal(f'{name}(')} {arguments} {lark.literal(')')}"
+
+
+def members(
+    lark: Lark,
+    whole: Schema,
+    schema: JsonSchema,
+    place: str,
+    *,
+    is_name: Callable[[str], bool],
+    why: str,
+    more: str,
+    colon: str,
+    comma: str,
+    value: Callable[[JsonSchema, str], str],
+) -> str:
+    """Lark of an object's properties in their order, those left out that are not required, and
+    others where the schema allows them.
+
+    is_name: whether a property of this name can be written; SchemaError says `why` not.
+    more:    the names of undeclared properties.
+    colon:   what stands after a name. comma: Lark of what stands between two properties.
+    value:   Lark of the values of a schema at its place.
+    """
     declared, rest = parameters(schema, whole, place)
     parts = []
-    written: dict[str, str] = {}
     for key, (required, each) in declared.items():
-        if not _is_argument(key):
-            raise SchemaError(
-                "this model's calls need Python's names of arguments", f"{place}.properties.{key}"
-            )
-        if (shown := json.dumps(each)) not in written:
-            with placed(f"{place}.properties.{key}"):
-                written[shown] = _python_value(lark, each, whole)
-        parts.append((required, f"{lark.literal(f'{key}=')} {written[shown]}"))
+        at = f"{place}.properties.{key}"
+        if not is_name(key):
+            raise SchemaError(why, at)
+        parts.append((required, f"{lark.literal(f'{key}{colon}')} {value(each, at)}"))
     if rest is not False:
-        reserved = "|".join(["__debug__", *keyword.kwlist, *declared])
-        key = lark.terminal(f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/{reserved}/")
-        parts.append(
-            (
-                False,
-                repeated(
-                    lark, f'{key} "=" {_python_value(lark, rest, whole)}', lark.terminal("/, ?/")
-                ),
-            )
+        keys = lark.terminal(" & ".join([more, *(f"~{slashed(quoted(key))}" for key in declared)]))
+        pair = f'{keys} "{colon}" {value(rest, f"{place}.additionalProperties")}'
+        one = lark.rule(pair)
+        parts.append((False, lark.rule(f"{one} ({comma} {one})*")))
+    # From the last one to the first: what is written after nothing, and after another property.
+    first, following = '""', '""'
+    for required, part in reversed(parts):
+        begun, joined = f"{part} {following}", f"{comma} {part} {following}"
+        first, following = (
+            lark.rule(way if required else f"{way} | {without}")
+            for way, without in ((begun, first), (joined, following))
         )
-    return (
-        f"{lark.literal(f'{name}(')} {listing(lark, parts, lark.terminal('/, ?/'))} "
-        f"{lark.literal(')')}"
-    )
+    return first
 
 
 def parameters(
@@ -117,26 +154,6 @@ def parameters(
         name: (name in required, properties.get(name, True)) for name in (*properties, *required)
     }
     return declared, held.get("additionalProperties", "properties" not in held and not declared)
-
-
-def repeated(lark: Lark, part: str, separator: str) -> str:
-    """Lark of a part once or more often."""
-    name = lark.rule(part)
-    return lark.rule(f"{name} ({separator} {name})*")
-
-
-def listing(lark: Lark, parts: Iterable[tuple[bool, str]], separator: str) -> str:
-    """Lark of parts in their order, those left out that are not required, and separators between
-    those that are written.
-    """
-    first, more = '""', '""'
-    for required, part in reversed(list(parts)):
-        begun, joined = f"{part} {more}", f"{separator} {part} {more}"
-        first, more = (
-            lark.rule(way if required else f"{way} | {without}")
-            for way, without in ((begun, first), (joined, more))
-        )
-    return first
 
 
 def _is_argument(name: str) -> bool:
