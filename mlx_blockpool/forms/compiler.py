@@ -36,27 +36,6 @@ _STARTING = threading.Lock()
 Scope = tuple[Hashable, bytes]
 
 
-class FormCost:
-    """The processor time that a reply has spent in its form: what its grammars hold grows with
-    it.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._grammars: list[Compiled] = []
-
-    def follow(self, grammar: Compiled) -> None:
-        """Count a reply that follows a grammar, and from now on what it adds to it."""
-        grammar.replies += 1
-        grammar.reply_seconds += self.seconds
-        self._grammars.append(grammar)
-
-    def charge(self, seconds: float) -> None:
-        self.seconds += seconds
-        for grammar in self._grammars:
-            grammar.reply_seconds += seconds
-
-
 @dataclass
 class Compiled:
     """A compiled grammar: a matcher at its beginning, or why it was refused.
@@ -64,7 +43,7 @@ class Compiled:
     text_bytes:     of the grammar in Lark.
     seconds:        of processor time, which compiling it took.
     replies:        how many have a copy of the matcher. reply_seconds: of processor time, which
-                    they have spent in their forms.
+                    they have spent in their forms: what a grammar holds grows with it.
     """
 
     found: LLMatcher | str
@@ -132,30 +111,32 @@ class Compiler:
         vocabulary: Vocabulary,
         grammar: str,
         place: str,
-        work: FormCost | None = None,
+        followed: list[Compiled] | None = None,
         salt: bytes = b"",
     ) -> LLMatcher:
         """A copy of the matcher of a grammar in Lark. Raises FormError with `place`.
 
         key:    names the vocabulary.
-        work:   where the form that follows this copy counts its time.
+        followed: gets what was compiled: the form of a reply that follows the copy charges its time
+                to it.
         salt:   of the request: the time that compiling takes does not reveal what was compiled
                 under another salt.
         """
-        scope, work = (key, salt), work or FormCost()
-        found = self._known(scope, grammar, work)
-        if found is None:
+        scope = (key, salt)
+        kept = self._known(scope, grammar)
+        if kept is None:
             with self._compiling:
                 # Another thread may have compiled it meanwhile.
-                found = self._known(scope, grammar, work)
-                if found is None:
+                kept = self._known(scope, grammar)
+                if kept is None:
                     kept = on_deep_stack(lambda: self._compiled(vocabulary, grammar))
-                    work.follow(kept)
                     self._keep(scope, grammar, kept)
-                    found = kept.found
-        if isinstance(found, str):
-            raise FormError(found, place)
-        return found.deep_copy()
+        kept.replies += 1
+        if followed is not None:
+            followed.append(kept)
+        if isinstance(kept.found, str):
+            raise FormError(kept.found, place)
+        return kept.found.deep_copy()
 
     def drop(self, key: Hashable) -> None:
         """Forget what was compiled for a vocabulary, as after a reply that has met the limits
@@ -173,7 +154,7 @@ class Compiler:
         with self._changing:
             self._kept.clear()
 
-    def _known(self, scope: Scope, grammar: str, work: FormCost) -> LLMatcher | str | None:
+    def _known(self, scope: Scope, grammar: str) -> Compiled | None:
         with self._changing:
             self._evict()
             kept = self._kept.get((scope, grammar))
@@ -183,10 +164,9 @@ class Compiler:
                 or kept.grown > self.config.compiled_bytes // 2
             ):
                 return None
-            work.follow(kept)
             self.hits += 1
             self._kept.move_to_end((scope, grammar))
-            return kept.found
+            return kept
 
     def _compiled(self, vocabulary: Vocabulary, grammar: str) -> Compiled:
         started = time.thread_time()

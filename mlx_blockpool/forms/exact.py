@@ -98,8 +98,9 @@ def exact(schema: Any, path: str, unkept: list[str] | None = None) -> JsonSchema
     and is left out; None: it is refused. Schemas that references name stand in its `$defs`. Raises
     SchemaError.
     """
-    _measure(schema, path)
-    return _Walk(schema, path, unkept).whole()
+    with placed(path):
+        _measure(schema)
+        return _Walk(schema, path, unkept).whole()
 
 
 class _Walk:
@@ -135,29 +136,23 @@ class _Walk:
                     "oneOf is not supported where two of its schemas may match: use anyOf, or make "
                     "them differ in a const"
                 )
-                raise self._error(at, why)
+                raise SchemaError(why, at)
         if not can_be_merged(self.multiples):
             last = next(reversed(self.multiples.values()))
-            raise self._error(last, "its common multiple with others in the schema is too large")
-        with placed(self.path):
-            schema = close_objects(schema, self.exact)
-        if schema is True:
-            schema = {}
+            raise SchemaError("its common multiple with others in the schema is too large", last)
+        schema = close_objects(schema, self.exact)
         if not Schema(schema).has_finite_value():
-            raise self._error("", "no value satisfies it")
-        return schema
-
-    def _error(self, at: str, why: str) -> SchemaError:
-        return SchemaError(why, self.path + at)
+            raise SchemaError("no value satisfies it")
+        return {} if schema is True else schema
 
     def schema(self, value: Any, at: str, depth: int) -> JsonSchema:
         if isinstance(value, bool):
             return value
         if not isinstance(value, dict):
-            raise self._error(at, "a schema is an object, true or false")
+            raise SchemaError("a schema is an object, true or false", at)
         if depth > _MOST_DEPTH:
-            raise self._error(
-                at, f"schemas are nested more than {_MOST_DEPTH} deep, references followed"
+            raise SchemaError(
+                f"schemas are nested more than {_MOST_DEPTH} deep, references followed", at
             )
         self._refuse(value, at)
         found: dict[str, Any] = {}
@@ -176,7 +171,7 @@ class _Walk:
                     "uniqueItems is not supported: leave it out, and drop repeated items of the "
                     "reply"
                 )
-                raise self._error(f"{at}.uniqueItems", why)
+                raise SchemaError(why, f"{at}.uniqueItems")
             self.unkept.append(f"{self.path}{at}.uniqueItems")
         return self._finished(found, at)
 
@@ -216,12 +211,12 @@ class _Walk:
                 "a pattern with '.', '\\w' or the like is only supported next to properties with "
                 "ASCII names"
             )
-            raise self._error(f"{at}.patternProperties", why)
+            raise SchemaError(why, f"{at}.patternProperties")
 
     def _refuse(self, value: dict[str, Any], at: str) -> None:
         for keyword in REFUSED:
             if keyword in value and value[keyword] not in _IDLE.get(keyword, ()):
-                raise self._error(f"{at}.{keyword}", f"{keyword} is not supported")
+                raise SchemaError(f"{keyword} is not supported", f"{at}.{keyword}")
         self._check_base(value, at)
         dialect = value.get("$schema")
         if (
@@ -229,11 +224,11 @@ class _Walk:
             and "json-schema.org" in dialect
             and not any(known in dialect for known in _DIALECTS)
         ):
-            raise self._error(
-                f"{at}.$schema", f"{dialect[:60]} is not supported; use draft 2020-12"
+            raise SchemaError(
+                f"{dialect[:60]} is not supported; use draft 2020-12", f"{at}.$schema"
             )
         if isinstance(value.get("items"), list) and "prefixItems" in value:
-            raise self._error(f"{at}.items", "items is a schema where prefixItems is given")
+            raise SchemaError("items is a schema where prefixItems is given", f"{at}.items")
 
     def _check_base(self, value: Any, at: str) -> None:
         """References below another `$id` are relative to it."""
@@ -243,14 +238,14 @@ class _Walk:
             and isinstance(value.get("$id"), str)
             and _has_reference(value)
         ):
-            raise self._error(
-                f"{at}.$id",
+            raise SchemaError(
                 "$id is only supported below the root of a schema where no $ref is below it",
+                f"{at}.$id",
             )
 
     def _map(self, given: Any, keyword: str, at: str, depth: int) -> dict[str, JsonSchema]:
         if not isinstance(given, dict):
-            raise self._error(at, f"{keyword} is an object of schemas")
+            raise SchemaError(f"{keyword} is an object of schemas", at)
         found: dict[str, JsonSchema] = {}
         for name, part in given.items():
             here = at + step(name)
@@ -258,33 +253,33 @@ class _Walk:
             if keyword == "patternProperties":
                 name = self._pattern(name, here)
                 if name in found:
-                    raise self._error(here, "another pattern matches the same names")
+                    raise SchemaError("another pattern matches the same names", here)
             self._check_text(name, here)
             found[name] = schema
         if keyword == "patternProperties":
             self.patterns += len(found)
             if self.patterns > FormConfig.patterns:
-                raise self._error(
-                    at, f"more than {FormConfig.patterns} patterns of names are not supported"
+                raise SchemaError(
+                    f"more than {FormConfig.patterns} patterns of names are not supported", at
                 )
         if len(found) > FormConfig.properties:
-            raise self._error(at, f"more than {FormConfig.properties} properties are not supported")
+            raise SchemaError(f"more than {FormConfig.properties} properties are not supported", at)
         return found
 
     def _list(self, given: Any, keyword: str, at: str, depth: int) -> list[JsonSchema]:
         if not isinstance(given, list) or not given:
-            raise self._error(at, f"{keyword} is a list of schemas that is not empty")
+            raise SchemaError(f"{keyword} is a list of schemas that is not empty", at)
         return [
             self.schema(part, f"{at}[{number}]", depth + 1) for number, part in enumerate(given)
         ]
 
     def _reference(self, given: Any, at: str, depth: int) -> str:
-        schema, place = self.source.root, ""
-        with placed((self.path + at).removesuffix(".$ref")):
-            for place, schema in self.source.follow(given):
-                if place not in self.checked:
-                    self._check_base(schema, place)
-                    self.checked.add(place)
+        with placed(at.removesuffix(".$ref")):
+            way = list(self.source.follow(given))
+        for place, schema in way:
+            if place not in self.checked:
+                self._check_base(schema, place)
+                self.checked.add(place)
         if place not in self.names:
             name = self.names[place] = str(len(self.names))
             self.defs[name] = self.schema(schema, place, depth + 1)
@@ -295,9 +290,9 @@ class _Walk:
             self._check_names(keyword, given, at)
         elif keyword in _COUNTS:
             if not _is_number(given) or given < 0 or given != int(given):
-                raise self._error(at, f"{keyword} is a whole number that is not negative")
+                raise SchemaError(f"{keyword} is a whole number that is not negative", at)
             if keyword.endswith("Items") and given > FormConfig.items:
-                raise self._error(at, f"more than {FormConfig.items} items are not supported")
+                raise SchemaError(f"more than {FormConfig.items} items are not supported", at)
             return int(given)
         elif keyword in (*_LOWER, *_UPPER, "multipleOf"):
             return self._number(keyword, given, at)
@@ -305,14 +300,14 @@ class _Walk:
             self._check_constant(given, at)
         elif keyword == "enum":
             if not isinstance(given, list) or not given:
-                raise self._error(at, "enum is a list that is not empty")
+                raise SchemaError("enum is a list that is not empty", at)
             if len(given) > FormConfig.enum_values:
-                raise self._error(
-                    at, f"more than {FormConfig.enum_values} values are not supported"
+                raise SchemaError(
+                    f"more than {FormConfig.enum_values} values are not supported", at
                 )
             self._check_constant(given, at)
         elif not isinstance(given, str):  # pattern, format
-            raise self._error(at, f"{keyword} is a text")
+            raise SchemaError(f"{keyword} is a text", at)
         return self._pattern(given, at) if keyword == "pattern" else given
 
     def _check_names(self, keyword: str, given: Any, at: str) -> None:
@@ -322,33 +317,33 @@ class _Walk:
             or not all(isinstance(name, str) for name in names)
             or (keyword == "type" and not names)
         ):
-            raise self._error(
-                at, f"{keyword} is {'a name or ' if keyword == 'type' else ''}a list of names"
+            raise SchemaError(
+                f"{keyword} is {'a name or ' if keyword == 'type' else ''}a list of names", at
             )
         for name in names:
             self._check_text(name, at)
             if keyword == "type" and name not in TYPES:
-                raise self._error(
-                    at, f"{name[:50]!r} is not a type; types are {', '.join(sorted(TYPES))}"
+                raise SchemaError(
+                    f"{name[:50]!r} is not a type; types are {', '.join(sorted(TYPES))}", at
                 )
 
     def _number(self, keyword: str, given: Any, at: str) -> int | float:
         """A bound or a multiple."""
         if not _is_number(given) or (keyword == "multipleOf" and given <= 0):
-            raise self._error(
-                at, f"{keyword} is a number{' above 0' if keyword == 'multipleOf' else ''}"
+            raise SchemaError(
+                f"{keyword} is a number{' above 0' if keyword == 'multipleOf' else ''}", at
             )
         if keyword == "multipleOf":
             try:
                 self.multiples.setdefault(multiple(given), at)
             except ValueError as error:
-                raise self._error(at, f"{keyword} {error}") from None
+                raise SchemaError(f"{keyword} {error}", at) from None
             return int(given) if given == int(given) else float(given)
         # llguidance takes larger excluded bounds for included ones.
         largest = 10**_DIGITS - 1 if keyword.startswith("exclusive") else _WHOLE
         bound: int | float = min(given, largest) if keyword in _UPPER else max(given, -largest)
         if not is_kept(bound) or abs(bound) > largest:
-            raise self._error(at, "numbers of more than 15 digits are not supported here")
+            raise SchemaError("numbers of more than 15 digits are not supported here", at)
         if bound == int(bound):
             return int(bound)
         self.near_lower.add(math.floor(bound))
@@ -362,7 +357,7 @@ class _Walk:
                 (character < " " and character not in "\b\f\n\r\t") or character == "\x7f"
                 for character in value
             ):
-                raise self._error(at, "control characters are not supported here")
+                raise SchemaError("control characters are not supported here", at)
         elif isinstance(value, dict):
             for name, part in value.items():
                 self._check_text(name, at)
@@ -371,20 +366,20 @@ class _Walk:
             for number, part in enumerate(value):
                 self._check_constant(part, f"{at}[{number}]")
         elif isinstance(value, int | float) and not is_kept(value):
-            raise self._error(at, "numbers of more than 15 digits are not supported here")
+            raise SchemaError("numbers of more than 15 digits are not supported here", at)
 
     def _check_text(self, text: str, at: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise self._error(at, "half of a surrogate pair is not a character") from None
+            raise SchemaError("half of a surrogate pair is not a character", at) from None
 
     def _pattern(self, given: str, at: str) -> str:
         self._check_text(given, at)
         try:
             return common(given)
         except ValueError as error:
-            raise self._error(at, str(error)) from None
+            raise SchemaError(str(error), at) from None
 
     def _finished(self, found: dict[str, Any], at: str) -> JsonSchema:
         """What keywords need of each other."""
@@ -400,7 +395,7 @@ class _Walk:
                 f"more than {FormConfig.optional_properties} properties that are not required are "
                 "not supported"
             )
-            raise self._error(f"{at}.properties", most)
+            raise SchemaError(most, f"{at}.properties")
         least = found.get("minProperties", 0)
         closes = "properties" in found and least <= len(properties.keys() | required)
         is_closed = found.get("additionalProperties", not closes) is False and not found.get(
@@ -411,7 +406,7 @@ class _Walk:
                 "minProperties above the number of required ones and one more needs "
                 "additionalProperties: false"
             )
-            raise self._error(f"{at}.minProperties", why)
+            raise SchemaError(why, f"{at}.minProperties")
         return with_groups_together(found)
 
     def _exclude_bounds(self, schema: dict[str, Any]) -> None:
@@ -496,14 +491,14 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _measure(schema: Any, path: str) -> None:
+def _measure(schema: Any) -> None:
     """Raise SchemaError for a schema that is too large to be walked."""
     left: list[tuple[Any, int]] = [(schema, 0)]
     for count, (value, depth) in enumerate(left):
         if depth > FormConfig.depth:
-            raise SchemaError(f"nested more than {FormConfig.depth} deep", path)
+            raise SchemaError(f"nested more than {FormConfig.depth} deep")
         if count >= FormConfig.values:
-            raise SchemaError(f"more than {FormConfig.values} values", path)
+            raise SchemaError(f"more than {FormConfig.values} values")
         if isinstance(value, dict | list):
             left.extend(
                 (part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)
@@ -511,11 +506,9 @@ def _measure(schema: Any, path: str) -> None:
     try:
         size = len(json.dumps(schema))
     except (TypeError, ValueError) as error:
-        raise SchemaError(f"not JSON: {error}", path) from None
+        raise SchemaError(f"not JSON: {error}") from None
     if size > FormConfig.schema_bytes:
-        raise SchemaError(
-            f"{size} bytes as JSON; a schema may have {FormConfig.schema_bytes}", path
-        )
+        raise SchemaError(f"{size} bytes as JSON; a schema may have {FormConfig.schema_bytes}")
 
 
 def _has_reference(value: Any) -> bool:

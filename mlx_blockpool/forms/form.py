@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..config import FormConfig
 from ..errors import FormError
-from .compiler import FormCost, reason
+from .compiler import Compiled, reason
 from .vocabulary import Vocabulary
 
 State = Literal["thinking", "start", "free", "form", "call", "done"]
@@ -90,7 +90,7 @@ class ReplyForm:
     state:      where the reply begins: "thinking"; "start", of the content, before which thinking
                 or a call may come; "free", text and calls; "form", the content.
     num_words:  of 32 tokens in the mask of one token.
-    work:       where the processor time that it costs is counted.
+    grammars:   those that it follows, which are charged the processor time that it costs.
     seen:       how many of the generated tokens it has followed.
     max_tokens: of the reply: the content, or the call that it is in, is closed before this limit
                 cuts it, if an end can be found. None: no limit.
@@ -105,7 +105,7 @@ class ReplyForm:
         content: LLMatcher | None = None,
         calls: LLMatcher | None = None,
         state: State = "start",
-        work: FormCost | None = None,
+        grammars: Sequence[Compiled] = (),
     ) -> None:
         assert content is not None or state in ("thinking", "free"), f"{state} has no content"
         self.num_words = num_words
@@ -115,7 +115,7 @@ class ReplyForm:
         # it.
         self._search_at = FormConfig.closing_tokens
         self._ends = False
-        self._work = work or FormCost()
+        self._grammars = grammars
         self._marks = marks
         self._content = content
         self._calls = calls
@@ -181,7 +181,8 @@ class ReplyForm:
         yield
         spent = time.thread_time() - began
         self._spent += spent
-        self._work.charge(spent)
+        for grammar in self._grammars:
+            grammar.reply_seconds += spent
         check_cost(self._spent, self.seen)
 
     def forced(self) -> list[int]:

@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 from ..config import FormConfig
 from ..errors import FormError
 from ..forms.calls import Extent, call_grammar, loosened
-from ..forms.compiler import Compiler, FormCost
+from ..forms.compiler import Compiled, Compiler
 from ..forms.form import Marks, ReplyForm, State, check_cost
 from ..forms.output_format import OutputFormat
 from ..forms.vocabulary import Vocabulary
@@ -169,29 +169,34 @@ class Forms:
                 "tools" if wanted is None else wanted.place,
             )
         may_call = chat.calls == "may" and bool(chat.held)
-        work = FormCost()
-        form = partial(ReplyForm, tokens.marks, tokens.vocabulary.num_words, work=work)
+        grammars: list[Compiled] = []
+        form = partial(ReplyForm, tokens.marks, tokens.vocabulary.num_words, grammars=grammars)
         thinks: State | None = "thinking" if request.prepared.initial_state == "reasoning" else None
         if chat.calls == "must" or wanted is None:
             # Where a call must be made, the marker before it is part of the prompt.
             extent: Extent = (
                 "reply" if chat.calls == "must" else "block" if tokens.marks.call_start else "text"
             )
-            calls = self._calls(chat, key, tokens, extent, work)
+            calls = self._calls(chat, key, tokens, extent, grammars)
             if calls is None:
                 return None
             if extent == "block":
                 return form(calls=calls, state=thinks or "free")
             return form(calls, state="form" if chat.calls == "must" else thinks or "start")
-        content = self._content(wanted, key, tokens, work, request.options.salt)
-        calls = self._calls(chat, key, tokens, "reply", work) if may_call else None
+        content = self._content(wanted, key, tokens, grammars, request.options.salt)
+        calls = self._calls(chat, key, tokens, "reply", grammars) if may_call else None
         if chat.begin:
             consume(content, tokens.vocabulary.ll.tokenize_str(chat.begin), wanted.place)
             return form(content, calls, "form")
         return form(content, calls, thinks or "start")
 
     def _content(
-        self, wanted: OutputFormat, key: ModelKey, tokens: FormTokens, work: FormCost, salt: bytes
+        self,
+        wanted: OutputFormat,
+        key: ModelKey,
+        tokens: FormTokens,
+        grammars: list[Compiled],
+        salt: bytes,
     ) -> LLMatcher:
         if tokens.vocabulary.added.keys() >= CHANNELS:
             raise FormError(
@@ -200,7 +205,7 @@ class Forms:
                 wanted.place,
             )
         return self._compiler.compile(
-            key, tokens.vocabulary, wanted.grammar, wanted.place, work, salt
+            key, tokens.vocabulary, wanted.grammar, wanted.place, grammars, salt
         )
 
     def _calls(
@@ -209,7 +214,7 @@ class Forms:
         key: ModelKey,
         tokens: FormTokens,
         extent: Extent,
-        work: FormCost,
+        grammars: list[Compiled],
     ) -> LLMatcher | None:
         """A matcher of calls; None where they stay free.
 
@@ -224,7 +229,9 @@ class Forms:
         for tools in dict.fromkeys((request.held, loosened(request.held))):
             try:
                 grammar = call_grammar(tokens.parser, tools, tokens.vocabulary, spelling, extent)
-                return self._compiler.compile(key, tokens.vocabulary, grammar, "tools", work, salt)
+                return self._compiler.compile(
+                    key, tokens.vocabulary, grammar, "tools", grammars, salt
+                )
             except FormError as error:
                 failed = error
         if not is_strict(request):

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from mlx_blockpool.config import FormConfig
 from mlx_blockpool.errors import FormError
 from mlx_blockpool.forms.calls import call_grammar
-from mlx_blockpool.forms.compiler import REPLY_BYTES, Compiled, Compiler, FormCost
+from mlx_blockpool.forms.compiler import REPLY_BYTES, Compiled, Compiler
 from mlx_blockpool.forms.form import Marks, ReplyForm
 from mlx_blockpool.forms.output_format import OutputFormat, ToolFormat
 
@@ -86,9 +86,7 @@ def test_a_grammar_is_estimated_by_the_time_that_it_and_its_replies_took() -> No
     )
     assert found.nbytes == 1_000 + 107_500_000
     for seconds in (0.125, 0.0, 0.125):
-        work = FormCost()
-        work.follow(found)
-        work.charge(seconds)
+        found.reply_seconds += seconds
     assert (found.nbytes, found.grown) == (1_000 + 107_500_000 + 65_000_000, 65_000_000)
     # A refusal has no matcher.
     assert Compiled("it is too large", 1_000, 0.25).nbytes == 1_000
@@ -98,20 +96,17 @@ def test_a_grammar_that_its_replies_have_made_large_is_compiled_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_time(monkeypatch)
-    vocabulary, compiler, work = (
-        vocabulary_of("bpe"),
-        Compiler(FormConfig(compiled_bytes=1_000_000)),
-        FormCost(),
-    )
+    vocabulary, compiler = vocabulary_of("bpe"), Compiler(FormConfig(compiled_bytes=1_000_000))
+    work: list[Compiled] = []
     matcher = compiler.compile("key", vocabulary, WORD, "here", work)
     form = ReplyForm(Marks(), vocabulary.num_words, matcher, None, "form", work)
     form.fill(np.empty(vocabulary.num_words, np.int32))
-    assert compiler.nbytes == len(WORD) + int(work.seconds * REPLY_BYTES) > len(WORD)
+    assert compiler.nbytes == len(WORD) + int(work[0].reply_seconds * REPLY_BYTES) > len(WORD)
     compiler.compile("key", vocabulary, WORD.replace("z", "y"), "here")
-    work.charge(0.4 * 1_000_000 / REPLY_BYTES - work.seconds)
+    work[0].reply_seconds = 0.4 * 1_000_000 / REPLY_BYTES
     compiler.compile("key", vocabulary, WORD, "here")
     assert (compiler.compiled, compiler.hits, len(compiler)) == (2, 1, 2)
-    work.charge(0.2 * 1_000_000 / REPLY_BYTES)
+    work[0].reply_seconds += 0.2 * 1_000_000 / REPLY_BYTES
     compiler.compile("key", vocabulary, WORD, "here")
     assert (compiler.compiled, compiler.hits, len(compiler), compiler.nbytes) == (
         3,
@@ -125,19 +120,17 @@ def test_what_grows_beyond_the_bound_is_dropped_before_it_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_time(monkeypatch)
-    vocabulary, compiler, works = (
-        vocabulary_of("bpe"),
-        Compiler(FormConfig(compiled_bytes=1_000)),
-        [FormCost(), FormCost()],
-    )
-    for text, work in zip((WORD, WORD.replace("z", "y")), works, strict=True):
+    vocabulary, compiler = vocabulary_of("bpe"), Compiler(FormConfig(compiled_bytes=1_000))
+    for text in (WORD, WORD.replace("z", "y")):
+        work: list[Compiled] = []
         compiler.compile("key", vocabulary, text, "here", work)
-        work.charge(600 / REPLY_BYTES)
+        work[0].reply_seconds += 600 / REPLY_BYTES
     assert (compiler.nbytes, len(compiler)) == (600 + len(WORD), 1)
 
 
 def test_a_running_form_goes_on_when_its_grammar_is_dropped() -> None:
-    vocabulary, compiler, work = vocabulary_of("bpe"), Compiler(FormConfig()), FormCost()
+    vocabulary, compiler = vocabulary_of("bpe"), Compiler(FormConfig())
+    work: list[Compiled] = []
     form = ReplyForm(
         Marks(),
         vocabulary.num_words,
