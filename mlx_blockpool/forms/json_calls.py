@@ -181,15 +181,10 @@ def _python_value(lark: Lark, schema: JsonSchema, whole: Schema) -> str:
 def _json_call(lark: Lark, name: str, schema: JsonSchema, more: str = "") -> str:
     """A call as a JSON object. `more`: what may follow the arguments in it."""
     space = lark.terminal(SPACE)
-    comma, colon = f"{space} {lark.literal(',')} {space}", f"{space} {lark.literal(':')} {space}"
-    begin, name_key, arguments_key, end = map(lark.literal, ("{", '"name"', '"arguments"', "}"))
-    named = (
-        f"{begin} {space} {name_key} {colon} {lark.literal(json.dumps(name, ensure_ascii=False))}"
-    )
-    rest = f"({more})?" if more else ""
-    return (
-        f"{named} {comma} {arguments_key} {colon} {lark.json(_object(schema))} {rest} {space} {end}"
-    )
+    named = lark.literal(json.dumps(name, ensure_ascii=False))
+    parts = ['"{"', r'"\"name\""', '":"', named, '","', r'"\"arguments\""', '":"']
+    held = f"{lark.json(_object(schema))} {f'({more})?' if more else ''}"
+    return f" {space} ".join([*parts, held, '"}"'])
 
 
 def _object(schema: JsonSchema) -> JsonSchema:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -111,7 +111,7 @@ class Schema:
         self.root = root
         # Parts with their types and values, by their identity: are_disjoint() compares each with
         # many others.
-        self._values: dict[int, tuple[JsonSchema, frozenset[str], Set[str] | None]] = {}
+        self._values: dict[int, tuple[JsonSchema, frozenset[str], frozenset[str] | None]] = {}
 
     def follow(self, reference: Any) -> Iterator[tuple[str, Any]]:
         """Each value on the way to what a reference names, with its place, ".$defs.a"; the last is
@@ -293,14 +293,16 @@ class Schema:
             for name in dict.fromkeys((*one.get("required", ()), *other.get("required", ())))
         )
 
-    def _types_and_values(self, part: dict[str, Any]) -> tuple[frozenset[str], Set[str] | None]:
-        """own_types() of an exact schema, and the texts of distinct() values, or None if it
+    def _types_and_values(
+        self, part: dict[str, Any]
+    ) -> tuple[frozenset[str], frozenset[str] | None]:
+        """own_types() of an exact schema, and the distinct() values, or None if it
         allows any.
         """
         known = self._values.get(id(part))
         if known is None or known[0] is not part:
             values = constants(part)
-            known = part, own_types(part), None if values is None else distinct(values).keys()
+            known = part, own_types(part), None if values is None else distinct(values)
             self._values[id(part)] = known
         return known[1:]
 
@@ -424,11 +426,9 @@ def type_of(value: Any) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def distinct(values: list[Any]) -> dict[str, Any]:
-    """The values that differ, by a text that equal ones share: 1.0 is written as 1, and true is
-    not 1.
-    """
-    return {json.dumps(value, sort_keys=True): value for value in map(_with_integers, values)}
+def distinct(values: list[Any]) -> frozenset[str]:
+    """Texts of values, which equal ones share: 1.0 is written as 1, and true is not 1."""
+    return frozenset(json.dumps(value, sort_keys=True) for value in map(_with_integers, values))
 
 
 def _with_integers(value: Any) -> Any:

@@ -5,8 +5,8 @@ space.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 # The call that a template renders, to see where it writes space and whether it sorts arguments.
 SAMPLE_NAME = "sample_function"
@@ -47,43 +47,31 @@ class Tags:
         """The same tags with space between them as in a template's sample call, and none at `~`
         where it has another form.
         """
-        for keys in (list(SAMPLE), sorted(SAMPLE)):
-            values = [SAMPLE[key] for key in keys]
-            first, second = (
-                self.key.replace("{key}", key).replace("{type}", "string") for key in keys
-            )
-            begin = self.begin.replace("{name}", SAMPLE_NAME).replace("{index}", "1")
-            parts = [
-                self.lead,
-                begin,
-                first,
-                values[0],
-                self.close,
-                second,
-                values[1],
-                self.close,
-                self.finish,
-            ]
-            space = r"(\n?)" if self.takes == "line" else r"(\s{0,8})"
-            slots = [re.findall("[~\n]", part) for part in parts]
-            pattern = "".join(
-                space if piece in "~\n" else re.escape(piece)
-                for part in parts
-                for piece in re.split("([~\n])", part)
-                if piece
-            )
+        space = r"(\n?)" if self.takes == "line" else r"(\s{0,8})"
+        begin = self.begin.replace("{name}", SAMPLE_NAME).replace("{index}", "1")
+        key = self.key.replace("{type}", "string")
+        for one, other in (SAMPLE, sorted(SAMPLE)):
+            # The fields in the order in which a call has them, and what it has of them.
+            written = {
+                "lead": self.lead,
+                "begin": begin,
+                "key": key.replace("{key}", one) + SAMPLE[one],
+                "close": self.close,
+                "": key.replace("{key}", other) + SAMPLE[other],
+                "last": self.close,
+                "finish": self.finish,
+            }
+            pattern = re.sub(r"\\[~\n]", lambda _: space, re.escape("".join(written.values())))
             if match := re.search(pattern, sample):
                 found = iter(match.groups())
-                spaces = [[next(found) for _ in each] for each in slots]
-                return replace(
-                    self,
-                    lead=_filled(self.lead, spaces[0]),
-                    begin=_filled(self.begin, spaces[1]),
-                    key=_filled(self.key, spaces[2]),
-                    close=_filled(self.close, spaces[4]),
-                    last=_filled(self.close, spaces[7]),
-                    finish=_filled(self.finish, spaces[8]),
-                )
+                spelled: dict[str, Any] = {
+                    name: re.sub(
+                        "[~\n]", lambda _, found=found: next(found), getattr(self, name, "") or text
+                    )
+                    for name, text in written.items()
+                }
+                del spelled[""]
+                return replace(self, **spelled)
         plain = {
             name: getattr(self, name).replace("~", "")
             for name in ("lead", "begin", "key", "close", "finish")
@@ -104,11 +92,6 @@ class Tags:
         return [
             word[: again if (again := word.find(word[0], 1)) > 0 else len(word)] for word in words
         ]
-
-
-def _filled(part: str, spaces: Sequence[str]) -> str:
-    found = iter(spaces)
-    return re.sub("[~\n]", lambda _: next(found), part)
 
 
 TAGS = {

@@ -64,12 +64,9 @@ def lettered_bytes(string: str) -> bytes:
     Letters that stand for no byte stand for themselves.
     """
     letters = byte_letters()
-    try:
-        return bytes([letters[letter] for letter in string])
-    except KeyError:
-        return b"".join(
-            bytes([letters[letter]]) if letter in letters else letter.encode() for letter in string
-        )
+    return b"".join(
+        bytes([letters[letter]]) if letter in letters else letter.encode() for letter in string
+    )
 
 
 def spelled_bytes(string: str) -> bytes:

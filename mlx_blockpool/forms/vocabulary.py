@@ -139,15 +139,11 @@ class _Tokens:
         """Tokens with the bytes of `text`: the tokenizer's own, or the longest ones where it
         adds spaces.
         """
-        tokens = self._encoded(text)
-        if self._reads(tokens, text):
-            return tokens
         before = self._encoded(BEGINNING)
-        tokens = self._encoded(BEGINNING + text)[len(before) :]
-        return tokens if self._reads(tokens, text) else self._longest(text.encode())
-
-    def _reads(self, tokens: list[int], text: str) -> bool:
-        return b"".join(self.tokens[token] for token in tokens) == text.encode()
+        for tokens in (self._encoded(text), self._encoded(BEGINNING + text)[len(before) :]):
+            if b"".join(self.tokens[token] for token in tokens) == text.encode():
+                return tokens
+        return self._longest(text.encode())
 
     def _longest(self, text: bytes) -> list[int]:
         tokens: list[int] = []

@@ -48,16 +48,12 @@ def arguments_of(written: str) -> Any:
     A stream leaves those of a malformed call incomplete, and its text follows as content: the call
     has none then. Raises ValueError for other text that is not JSON, also in its beginning.
     """
+    text = written.strip() or "{}"
     try:
-        found, end = json.JSONDecoder().raw_decode(written.strip() or "{}")
-        if end < len(written.strip()):
-            raise ValueError(f"unexpected text after it: {written.strip()[end:][:40]!r}")
-        return found
-    except json.JSONDecodeError as error:
-        if written.startswith("{") and _is_beginning(written):
-            return {}
-        raise ValueError(f"Input should be JSON: {error}") from error
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
+        if "Extra data" not in str(error) and text.startswith("{") and _is_beginning(text):
+            return {}
         raise ValueError(f"Input should be JSON: {error}") from error
 
 
