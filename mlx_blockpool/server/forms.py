@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..errors import FormError
 from ..forms.calls import Extent, call_grammar, loosened
 from ..forms.compiler import Compiled, Compiler
 from ..forms.form import Marks, ReplyForm, State, check_cost
-from ..forms.output_format import OutputFormat
+from ..forms.output_format import OutputFormat, ToolFormat
 from ..forms.vocabulary import Vocabulary
 from .prompts.job import TokenizerSource
 from .prompts.worker import load_tokenizer_of, stamp_of
@@ -168,8 +169,14 @@ class Forms:
                 "this model's tokenizer cannot keep a form",
                 "tools" if wanted is None else wanted.place,
             )
-        may_call = chat.calls == "may" and bool(chat.held)
         grammars: list[Compiled] = []
+        compiled = partial(
+            self._compiler.compile,
+            key,
+            tokens.vocabulary,
+            followed=grammars,
+            salt=request.options.salt,
+        )
         form = partial(ReplyForm, tokens.marks, tokens.vocabulary.num_words, grammars=grammars)
         thinks: State | None = "thinking" if request.prepared.initial_state == "reasoning" else None
         if chat.calls == "must" or wanted is None:
@@ -177,75 +184,61 @@ class Forms:
             extent: Extent = (
                 "reply" if chat.calls == "must" else "block" if tokens.marks.call_start else "text"
             )
-            calls = self._calls(chat, key, tokens, extent, grammars)
+            calls = _calls(chat, tokens, extent, compiled)
             if calls is None:
                 return None
             if extent == "block":
                 return form(calls=calls, state=thinks or "free")
             return form(calls, state="form" if chat.calls == "must" else thinks or "start")
-        content = self._content(wanted, key, tokens, grammars, request.options.salt)
-        calls = self._calls(chat, key, tokens, "reply", grammars) if may_call else None
-        if chat.begin:
-            consume(content, tokens.vocabulary.ll.tokenize_str(chat.begin), wanted.place)
-            return form(content, calls, "form")
-        return form(content, calls, thinks or "start")
-
-    def _content(
-        self,
-        wanted: OutputFormat,
-        key: ModelKey,
-        tokens: FormTokens,
-        grammars: list[Compiled],
-        salt: bytes,
-    ) -> LLMatcher:
         if tokens.vocabulary.added.keys() >= CHANNELS:
             raise FormError(
                 "this model writes in channels, and a form cannot tell its answer from its "
                 "thinking",
                 wanted.place,
             )
-        return self._compiler.compile(
-            key, tokens.vocabulary, wanted.grammar, wanted.place, grammars, salt
-        )
+        content = compiled(wanted.grammar, wanted.place)
+        may_call = chat.calls == "may" and bool(chat.held)
+        calls = _calls(chat, tokens, "reply", compiled) if may_call else None
+        if chat.begin:
+            consume(content, tokens.vocabulary.ll.tokenize_str(chat.begin), wanted.place)
+            return form(content, calls, "form")
+        return form(content, calls, thinks or "start")
 
-    def _calls(
-        self,
-        request: ChatRequest,
-        key: ModelKey,
-        tokens: FormTokens,
-        extent: Extent,
-        grammars: list[Compiled],
-    ) -> LLMatcher | None:
-        """A matcher of calls; None where they stay free.
 
-        Raises FormError if a strict tool cannot be kept.
-        """
-        if not tokens.parser:
-            # What this model writes is text: no call can break its schema.
-            return None
-        salt = request.options.salt
+def _calls(
+    request: ChatRequest,
+    tokens: FormTokens,
+    extent: Extent,
+    compiled: Callable[[str, str], LLMatcher],
+) -> LLMatcher | None:
+    """A matcher of calls; None where they stay free.
+
+    Raises FormError if a strict tool cannot be kept.
+    """
+    if not tokens.parser:
+        # What this model writes is text: no call can break its schema.
+        return None
+
+    def grammar(tools: Sequence[ToolFormat]) -> str:
         spelling = request.prepared.call_spelling
-        failed = FormError("it has no tools", "tools")
-        for tools in dict.fromkeys((request.held, loosened(request.held))):
-            try:
-                grammar = call_grammar(tokens.parser, tools, tokens.vocabulary, spelling, extent)
-                return self._compiler.compile(
-                    key, tokens.vocabulary, grammar, "tools", grammars, salt
-                )
-            except FormError as error:
-                failed = error
-        if not is_strict(request):
-            log.debug("calls of tools that are not strict stay free: %s", failed)
-            return None
-        for tool in request.held:
-            if tool.place is not None:
-                # The tool that is refused by itself too is named, and the place in its schema where
-                # that is known.
-                grammar = OutputFormat("json", tool.schema, tool.place).grammar
-                self._compiler.compile(key, tokens.vocabulary, grammar, tool.place, salt=salt)
-                grammar = call_grammar(tokens.parser, [tool], tokens.vocabulary)
-                self._compiler.compile(key, tokens.vocabulary, grammar, tool.place, salt=salt)
-        raise failed
+        return call_grammar(tokens.parser, tools, tokens.vocabulary, spelling, extent)
+
+    failed = FormError("it has no tools", "tools")
+    for tools in dict.fromkeys((request.held, loosened(request.held))):
+        try:
+            return compiled(grammar(tools), "tools")
+        except FormError as error:
+            failed = error
+    if not is_strict(request):
+        log.debug("calls of tools that are not strict stay free: %s", failed)
+        return None
+    for tool in request.held:
+        if tool.place is not None:
+            # The tool that is refused by itself too is named, and the place in its schema where
+            # that is known.
+            compiled(OutputFormat("json", tool.schema, tool.place).grammar, tool.place)
+            compiled(grammar([tool]), tool.place)
+    raise failed
 
 
 def has_form(request: PromptRequest) -> bool:
