@@ -115,8 +115,7 @@ class _Walk:
         self.checked: set[str] = set()  # places on the way of references whose $id was checked
         self.names: dict[str, str] = {}  # of those in `defs`, by the places that they were at
         self.patterns = 0  # of names
-        self.near_lower: set[int] = set()  # whole numbers next below a bound, ...
-        self.near_upper: set[int] = set()  # ... and next above one
+        self.near: set[int] = set()  # whole numbers next below a bound
         self.multiples: dict[Decimal, str] = {}  # each multipleOf, and where it is
         # The schemas of each oneOf, and where it is.
         self.unions: list[tuple[list[JsonSchema], str]] = []
@@ -346,8 +345,7 @@ class _Walk:
             raise SchemaError("numbers of more than 15 digits are not supported here", at)
         if bound == int(bound):
             return int(bound)
-        self.near_lower.add(math.floor(bound))
-        self.near_upper.add(math.ceil(bound))
+        self.near.add(math.floor(bound))
         return bound
 
     def _check_constant(self, value: Any, at: str) -> None:
@@ -415,15 +413,13 @@ class _Walk:
 
         These are those with another bound of the value less than 1 away.
         """
-        for (inclusive, exclusive), near, sign in (
-            (_LOWER, self.near_lower, -1),
-            (_UPPER, self.near_upper, 1),
-        ):
-            if schema.get(exclusive) in near:
-                following = beyond(schema[exclusive], sign)
-                schema[inclusive] = sign * min(
-                    sign * following, sign * schema.get(inclusive, following)
-                )
+        lower, upper = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+        if lower in self.near:
+            following = beyond(lower, -1)
+            schema["minimum"] = max(following, schema.get("minimum", following))
+        if upper is not None and upper - 1 in self.near:
+            following = beyond(upper, 1)
+            schema["maximum"] = min(following, schema.get("maximum", following))
 
     def _united(self, found: dict[str, Any], at: str) -> dict[str, Any]:
         """A schema with an anyOf in place of its oneOf: they mean the same if no two of its schemas

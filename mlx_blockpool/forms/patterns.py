@@ -31,11 +31,15 @@ _ANY = {
 }
 _LINE_CHARACTER = r"[^\n\r\u2028\u2029]"
 
-_ESCAPE = re.compile(
-    r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[pP]\{[^{}]*\}|[^0-9A-Za-z\s]|[dDwWsStnrfv])"
+_ESCAPE = r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[pP]\{[^{}]*\}|[^0-9A-Za-z\s]|[dDwWsStnrfv])"
+_TOKEN = re.compile(
+    rf"(?P<set>\[\^?(?:\\.|[^\]\\])*\])|(?P<escape>{_ESCAPE})"
+    r"|(?P<group>\((?!\?)|\(\?:|\(\?P?<[A-Za-z_]\w*>)|(?P<quantifier>[*+?]|\{\d+(?:,\d*)?\})|.",
+    re.DOTALL,
 )
-_GROUP = re.compile(r"\((?!\?)|\(\?:|\(\?P?<[A-Za-z_]\w*>")
-_QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
+# Of a set: escapes, beginnings of those that are refused, and what nests or combines sets for
+# llguidance.
+_IN_SET = re.compile(rf"(?P<escape>{_ESCAPE})|\\.|[\[&~]|--", re.DOTALL)
 
 _DATE = (
     "(?:(?:(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
@@ -66,78 +70,59 @@ def common(pattern: str) -> str:
     Raises ValueError for what is refused.
     """
     parts: list[str] = []
-    at = quantifiers = 0  # in a row before `at`
-    while at < len(pattern):
-        end, part = _part(pattern, at)
-        quantifiers = quantifiers + 1 if _QUANTIFIER.fullmatch(part) else 0
+    quantifiers = 0  # in a row
+    for token in _TOKEN.finditer(pattern):
+        text, kind = token[0], token.lastgroup
+        quantifiers = quantifiers + 1 if kind == "quantifier" else 0
         # A `?` after a quantifier makes it lazy, which changes nothing about what matches as a
         # whole.
-        if quantifiers > 2 or (quantifiers == 2 and part != "?"):
+        if quantifiers > 2 or (quantifiers == 2 and text != "?"):
             raise ValueError(
-                f"{pattern[at - 1 : end]!r}: a quantifier after a quantifier is not supported"
+                f"{pattern[token.start() - 1 : token.end()]!r}: a quantifier after a quantifier is "
+                "not supported"
             )
-        parts.append(part)
-        at = end
+        if kind == "set":
+            text = _set(text)
+        elif kind == "escape" and text[1:] in _COMMON:
+            text = f"[{_COMMON[text[1:]]}]"
+        elif kind is None and text in "[({\\":
+            raise ValueError(_refusal(pattern[token.start() : token.start() + 20]))
+        elif text == ".":
+            text = _LINE_CHARACTER
+        parts.append(text)
     return "".join(parts)
 
 
-def _part(pattern: str, at: int) -> tuple[int, str]:
-    """The end of the part of a pattern that starts at `at`, and what it becomes."""
-    character = pattern[at]
-    if character == "[":
-        return _character_class(pattern, at)
-    if character == "\\":
-        end, text = _escape(pattern, at)
-        return end, f"[{_COMMON[text[1]]}]" if text[1:] in _COMMON else text
-    if character == ".":
-        return at + 1, _LINE_CHARACTER
-    if character == "(":
-        if group := _GROUP.match(pattern, at):
-            return group.end(), group.group()
-        if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
-            raise ValueError("look-around is not supported")
-        raise ValueError(
-            f"{pattern[at : at + 4]!r}: flags and other extensions of groups are not supported"
-        )
-    if character == "{":
-        if quantifier := _QUANTIFIER.match(pattern, at):
-            return quantifier.end(), quantifier.group()
-        raise ValueError("'{' that does not begin a quantifier has to be written as '\\{'")
-    return at + 1, character
-
-
-def _character_class(pattern: str, at: int) -> tuple[int, str]:
-    """As `_part`, for what square brackets hold.
-
-    Characters that nest or combine classes for llguidance are escaped.
-    """
-    start = at
-    at += 1
-    negated = pattern.startswith("^", at)
-    at += negated
-    parts: list[str] = []
+def _set(text: str) -> str:
+    """As common(), for square brackets and what they hold."""
+    negated = text.startswith("[^")
     readings = _ANY if negated else _COMMON
-    while not pattern.startswith("]", at):
-        if at >= len(pattern):
-            raise ValueError(f"{pattern[start : start + 20]!r} has no closing ']'")
-        character, end = pattern[at], at + 1
-        if character == "\\":
-            end, character = _escape(pattern, at)
-            character = readings.get(character[1:], character)
-        elif character in "[&~":
-            character = f"\\{character}"
-        elif character == "-" and pattern.startswith("-", end):
+
+    def written(token: re.Match[str]) -> str:
+        part = token[0]
+        if token["escape"]:
+            return readings.get(part[1:], part)
+        if part.startswith("\\"):
+            raise ValueError(_refusal(part))
+        if part == "--":
             raise ValueError("'--' within square brackets has to be written as '\\-'")
-        parts.append(character)
-        at = end
-    if not parts:
+        return f"\\{part}"
+
+    if not (inner := text[1 + negated : -1]):
         raise ValueError("'[]' and '[^]' are not supported")
-    return at + 1, f"[{'^' if negated else ''}{''.join(parts)}]"
+    return f"[{'^' if negated else ''}{_IN_SET.sub(written, inner)}]"
 
 
-def _escape(pattern: str, at: int) -> tuple[int, str]:
-    if found := _ESCAPE.match(pattern, at):
-        return found.end(), found.group()
-    if pattern[at + 1 : at + 2] in ("b", "B"):
-        raise ValueError("word boundaries are not supported")
-    raise ValueError(f"{pattern[at : at + 2]!r} is not supported")
+def _refusal(rest: str) -> str:
+    """Why a pattern may not have what begins here."""
+    if rest.startswith("["):
+        return f"{rest!r} has no closing ']'"
+    if rest.startswith("{"):
+        return "'{' that does not begin a quantifier has to be written as '\\{'"
+    if rest.startswith(("(?=", "(?!", "(?<=", "(?<!")):
+        return "look-around is not supported"
+    if rest.startswith("("):
+        return f"{rest[:4]!r}: flags and other extensions of groups are not supported"
+    if rest.startswith(("\\b", "\\B")):
+        return "word boundaries are not supported"
+    return f"{rest[:2]!r} is not supported"

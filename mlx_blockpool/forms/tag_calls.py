@@ -155,9 +155,8 @@ class TagCall:
         others = others if [] in texts else others | (allowed & {"array", "object"})
         others = others | ({"null"} - free if self.tags.nulls else set())
         for wanted in texts:
-            yield "string", self._text(wanted, others, others & allowed, "", "")
-            if self.tags.section[0]:
-                yield "string", self._text(wanted, others, others & allowed, *self.tags.section)
+            for around in dict.fromkeys((("", ""), self.tags.section)):
+                yield "string", self._text(wanted, others, others & allowed, *around)
 
     def _listed(
         self, branch: dict[str, Any], allowed: frozenset[str], place: str
@@ -209,7 +208,9 @@ class TagCall:
             schema: JsonSchema = self.whole.standalone(
                 {**branch, "type": group if len(group) > 1 else group[0]}
             )
-            written = f"{self.lark.json(fenced(schema, *self.tags.marks))} {self._close()}"
+            head, rest = self._cut("")
+            value = self.lark.json(fenced(schema, *self.tags.marks))
+            written = f"{value} {self.lark.literal(head)} {rest}"
             # Models may call either a number.
             both = {"integer", "number"} if {"integer", "number"} & set(group) else set()
             yield from ((kind, written) for kind in sorted({*group, *both}))
@@ -263,10 +264,6 @@ class TagCall:
             first = [] if self.tags.key.endswith("\n") else [r"\n(?s:.*)"]
             return first if self.tags.close.startswith("\n") else [*first, r"(?s:.*)\n"]
         return []
-
-    def _close(self) -> str:
-        """Lark of the closing tag."""
-        return f"({' | '.join(map(self.lark.literal, self.tags.closes))})"
 
     def _cut(self, after: str) -> tuple[str, str]:
         """(what belongs to the terminal of a text that ends with `after` and the closing tag, Lark

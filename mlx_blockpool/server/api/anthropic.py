@@ -205,19 +205,18 @@ def _page(models: list[Json], query: dict[str, list[str]]) -> Json:
     if not limit.isdecimal() or not 1 <= int(limit) <= 1000:
         raise InvalidRequestError("limit", "Input should be between 1 and 1000")
     names = [model["id"] for model in models]
-    begin, end = 0, len(models)
-    if (after := query.get("after_id", [""])[0]) in names:
-        begin = names.index(after) + 1
-    if (before := query.get("before_id", [""])[0]) in names:
-        end = names.index(before)
-    shown = models[begin:end][-int(limit) :] if before else models[begin:end][: int(limit)]
-    ids = [model["id"] for model in shown]
-    more = len(shown) < end - begin
+    after, before = (query.get(name, [""])[0] for name in ("after_id", "before_id"))
+    found = models[
+        names.index(after) + 1 if after in names else 0 : names.index(before)
+        if before in names
+        else len(names)
+    ]
+    shown = found[-int(limit) :] if before else found[: int(limit)]
     return {
         "data": shown,
-        "has_more": more,
-        "first_id": ids[0] if ids else None,
-        "last_id": ids[-1] if ids else None,
+        "has_more": len(shown) < len(found),
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
     }
 
 
