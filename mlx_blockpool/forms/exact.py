@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any
 
@@ -59,24 +59,56 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
 }
 
-_COUNTS = frozenset(
-    {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
-)
-_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_KEPT = frozenset(
-    {
-        "$ref",
-        "additionalItems",
-        "const",
-        "enum",
-        "format",
-        "multipleOf",
-        "pattern",
-        "required",
-        "type",
-    }
-)
-_KEPT |= {*_COUNTS, *_LOWER, *_UPPER, *MAPS, *LISTS, *ONE}
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_UPPER = ("maximum", "exclusiveMaximum")
+_BOUNDS = ("minimum", "exclusiveMinimum", *_UPPER)
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (isinstance(value, int) or math.isfinite(value))
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_filled(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+# What the values of keywords are.
+_SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(MAPS, (lambda value: isinstance(value, dict), "an object of schemas")),
+    **dict.fromkeys(LISTS, (_is_filled, "a list of schemas that is not empty")),
+    **dict.fromkeys(
+        _COUNTS,
+        (
+            lambda value: _is_number(value) and value >= 0 and value == int(value),
+            "a whole number that is not negative",
+        ),
+    ),
+    **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(("pattern", "format"), (lambda value: isinstance(value, str), "a text")),
+    "enum": (_is_filled, "a list that is not empty"),
+    "required": (_are_names, "a list of names"),
+    "type": (
+        lambda value: isinstance(value, str) or (_is_filled(value) and _are_names(value)),
+        "a name or a list of names",
+    ),
+}
+_KEPT = {*_SHAPES, *ONE, "$ref", "additionalItems", "const"}
+# How many there may be, and of what.
+_MOST = {
+    "properties": (FormConfig.properties, "properties"),
+    "enum": (FormConfig.enum_values, "values"),
+    "minItems": (FormConfig.items, "items"),
+    "maxItems": (FormConfig.items, "items"),
+}
 
 # of schemas, references followed: llguidance's own walk is recursive, and 1,000 overflow the stack
 _MOST_DEPTH = 200
@@ -179,22 +211,53 @@ class _Walk:
     ) -> None:
         """Add to `found` what a keyword of a schema becomes."""
         given, at = value[keyword], f"{at}.{keyword}"
-        if keyword in MAPS:
-            found[keyword] = self._map(given, keyword, at, depth)
-        elif keyword in LISTS:
-            found[keyword] = self._list(given, keyword, at, depth)
-        elif keyword == "items" and isinstance(given, list):
+        if keyword == "items" and isinstance(given, list):
             # As drafts before 2020-12 have prefixItems.
-            found["prefixItems"] = self._list(given, keyword, at, depth)
+            keyword = "prefixItems"
         elif keyword == "additionalItems":
-            if isinstance(value.get("items"), list):
-                found["items"] = self.schema(given, at, depth + 1)
-        elif keyword in ONE:
-            found[keyword] = self.schema(given, at, depth + 1)
-        elif keyword == "$ref":
-            found[keyword] = self._reference(given, at, depth)
-        else:
-            found[keyword] = self._value(keyword, given, at)
+            if not isinstance(value.get("items"), list):
+                return
+            keyword = "items"
+        fits, shape = _SHAPES.get(keyword, (lambda value: True, ""))
+        if not fits(given):
+            raise SchemaError(f"{keyword} is {shape}", at)
+        most, what = _MOST.get(keyword, (math.inf, ""))
+        if keyword in _MOST and (given if keyword in _COUNTS else len(given)) > most:
+            raise SchemaError(f"more than {most} {what} are not supported", at)
+        found[keyword] = self._kept(keyword, given, at, depth)
+
+    def _kept(self, keyword: str, given: Any, at: str, depth: int) -> Any:
+        """What a keyword's value becomes, which has its shape."""
+        if keyword in MAPS:
+            return self._map(given, keyword, at, depth)
+        if keyword in LISTS:
+            return [self.schema(part, f"{at}[{i}]", depth + 1) for i, part in enumerate(given)]
+        if keyword in ONE:
+            return self.schema(given, at, depth + 1)
+        if keyword == "$ref":
+            return self._reference(given, at, depth)
+        if keyword in _COUNTS:
+            return int(given)
+        if keyword in _BOUNDS:
+            return self._bound(keyword, given, at)
+        if keyword == "multipleOf":
+            try:
+                self.multiples.setdefault(multiple(given), at)
+            except ValueError as error:
+                raise SchemaError(f"{keyword} {error}", at) from None
+            return int(given) if given == int(given) else float(given)
+        if keyword == "pattern":
+            return self._pattern(given, at)
+        if keyword in ("const", "enum"):
+            self._check_constant(given, at)
+        elif keyword != "format":
+            for name in [given] if isinstance(given, str) else given:
+                _check_text(name, at)
+                if keyword == "type" and name not in TYPES:
+                    raise SchemaError(
+                        f"{name[:50]!r} is not a type; types are {', '.join(sorted(TYPES))}", at
+                    )
+        return given
 
     def _close(self, found: dict[str, Any], at: str) -> None:
         """Write no other names where a pattern of names was rewritten: readings of it disagree
@@ -243,8 +306,6 @@ class _Walk:
             )
 
     def _map(self, given: Any, keyword: str, at: str, depth: int) -> dict[str, JsonSchema]:
-        if not isinstance(given, dict):
-            raise SchemaError(f"{keyword} is an object of schemas", at)
         found: dict[str, JsonSchema] = {}
         for name, part in given.items():
             here = at + step(name)
@@ -253,7 +314,7 @@ class _Walk:
                 name = self._pattern(name, here)
                 if name in found:
                     raise SchemaError("another pattern matches the same names", here)
-            self._check_text(name, here)
+            _check_text(name, here)
             found[name] = schema
         if keyword == "patternProperties":
             self.patterns += len(found)
@@ -261,16 +322,7 @@ class _Walk:
                 raise SchemaError(
                     f"more than {FormConfig.patterns} patterns of names are not supported", at
                 )
-        if len(found) > FormConfig.properties:
-            raise SchemaError(f"more than {FormConfig.properties} properties are not supported", at)
         return found
-
-    def _list(self, given: Any, keyword: str, at: str, depth: int) -> list[JsonSchema]:
-        if not isinstance(given, list) or not given:
-            raise SchemaError(f"{keyword} is a list of schemas that is not empty", at)
-        return [
-            self.schema(part, f"{at}[{number}]", depth + 1) for number, part in enumerate(given)
-        ]
 
     def _reference(self, given: Any, at: str, depth: int) -> str:
         with placed(at.removesuffix(".$ref")):
@@ -284,63 +336,10 @@ class _Walk:
             self.defs[name] = self.schema(schema, place, depth + 1)
         return f"#/$defs/{self.names[place]}"
 
-    def _value(self, keyword: str, given: Any, at: str) -> Any:
-        if keyword in ("type", "required"):
-            self._check_names(keyword, given, at)
-        elif keyword in _COUNTS:
-            if not _is_number(given) or given < 0 or given != int(given):
-                raise SchemaError(f"{keyword} is a whole number that is not negative", at)
-            if keyword.endswith("Items") and given > FormConfig.items:
-                raise SchemaError(f"more than {FormConfig.items} items are not supported", at)
-            return int(given)
-        elif keyword in (*_LOWER, *_UPPER, "multipleOf"):
-            return self._number(keyword, given, at)
-        elif keyword == "const":
-            self._check_constant(given, at)
-        elif keyword == "enum":
-            if not isinstance(given, list) or not given:
-                raise SchemaError("enum is a list that is not empty", at)
-            if len(given) > FormConfig.enum_values:
-                raise SchemaError(
-                    f"more than {FormConfig.enum_values} values are not supported", at
-                )
-            self._check_constant(given, at)
-        elif not isinstance(given, str):  # pattern, format
-            raise SchemaError(f"{keyword} is a text", at)
-        return self._pattern(given, at) if keyword == "pattern" else given
-
-    def _check_names(self, keyword: str, given: Any, at: str) -> None:
-        names = [given] if isinstance(given, str) and keyword == "type" else given
-        if (
-            not isinstance(names, list)
-            or not all(isinstance(name, str) for name in names)
-            or (keyword == "type" and not names)
-        ):
-            raise SchemaError(
-                f"{keyword} is {'a name or ' if keyword == 'type' else ''}a list of names", at
-            )
-        for name in names:
-            self._check_text(name, at)
-            if keyword == "type" and name not in TYPES:
-                raise SchemaError(
-                    f"{name[:50]!r} is not a type; types are {', '.join(sorted(TYPES))}", at
-                )
-
-    def _number(self, keyword: str, given: Any, at: str) -> int | float:
-        """A bound or a multiple."""
-        if not _is_number(given) or (keyword == "multipleOf" and given <= 0):
-            raise SchemaError(
-                f"{keyword} is a number{' above 0' if keyword == 'multipleOf' else ''}", at
-            )
-        if keyword == "multipleOf":
-            try:
-                self.multiples.setdefault(multiple(given), at)
-            except ValueError as error:
-                raise SchemaError(f"{keyword} {error}", at) from None
-            return int(given) if given == int(given) else float(given)
+    def _bound(self, keyword: str, given: int | float, at: str) -> int | float:
         # llguidance takes larger excluded bounds for included ones.
         largest = 10**_DIGITS - 1 if keyword.startswith("exclusive") else _WHOLE
-        bound: int | float = min(given, largest) if keyword in _UPPER else max(given, -largest)
+        bound = min(given, largest) if keyword in _UPPER else max(given, -largest)
         if not is_kept(bound) or abs(bound) > largest:
             raise SchemaError("numbers of more than 15 digits are not supported here", at)
         if bound == int(bound):
@@ -350,7 +349,7 @@ class _Walk:
 
     def _check_constant(self, value: Any, at: str) -> None:
         if isinstance(value, str):
-            self._check_text(value, at)
+            _check_text(value, at)
             if any(
                 (character < " " and character not in "\b\f\n\r\t") or character == "\x7f"
                 for character in value
@@ -358,7 +357,7 @@ class _Walk:
                 raise SchemaError("control characters are not supported here", at)
         elif isinstance(value, dict):
             for name, part in value.items():
-                self._check_text(name, at)
+                _check_text(name, at)
                 self._check_constant(part, at + step(name))
         elif isinstance(value, list):
             for number, part in enumerate(value):
@@ -366,14 +365,8 @@ class _Walk:
         elif isinstance(value, int | float) and not is_kept(value):
             raise SchemaError("numbers of more than 15 digits are not supported here", at)
 
-    def _check_text(self, text: str, at: str) -> None:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise SchemaError("half of a surrogate pair is not a character", at) from None
-
     def _pattern(self, given: str, at: str) -> str:
-        self._check_text(given, at)
+        _check_text(given, at)
         try:
             return common(given)
         except ValueError as error:
@@ -479,12 +472,11 @@ def can_be_merged(multiples: Iterable[Decimal]) -> bool:
     return math.lcm(*(int(value.scaleb(max(places, 0))) for value in found)) < 2**16
 
 
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (isinstance(value, int) or math.isfinite(value))
-    )
+def _check_text(text: str, at: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SchemaError("half of a surrogate pair is not a character", at) from None
 
 
 def _measure(schema: Any) -> None:
