@@ -18,7 +18,6 @@ from .schema import (
     JsonSchema,
     Schema,
     SchemaError,
-    as_object,
     constants,
     mapped,
     own_types,
@@ -200,43 +199,32 @@ def _read_python(text: str) -> Any:
         return text
 
 
-def conditions(
-    schema: dict[str, Any], whole: Schema, place: str, seen: set[str] | None = None
-) -> list[str]:
+def conditions(schema: dict[str, Any], whole: Schema, place: str) -> list[str]:
     """Regular expressions, all of which a text of this schema matches as a whole. Raises
     SchemaError.
 
-    whole: the schema that this one is a part of. seen: references whose conditions are included
-    already.
+    whole: the schema that this one is a part of.
     """
     found: list[str] = []
-    seen = set() if seen is None else seen
-    for key, value in schema.items():
-        at = f"{place}.{key}"
-        if key in ("anyOf", "enum", "const"):
-            raise SchemaError(f"{key} is not supported here by this model's tool calls", at)
-        if key == "allOf":
-            for one in value:
-                reference = one.get("$ref") if isinstance(one, dict) else None
-                if reference not in seen:
-                    seen |= set() if reference is None else {reference}
-                    found += conditions(as_object(whole.resolve(one)), whole, at, seen)
-        elif key == "pattern":
-            found.append(_searched(value, at))
-        elif key == "format":
-            if value not in FORMATS:
+    for part in whole.together(schema):
+        for key in ("anyOf", "enum", "const"):
+            if key in part:
                 raise SchemaError(
-                    f"format {value!r} is not supported by this model's tool calls", at
+                    f"{key} is not supported here by this model's tool calls", f"{place}.{key}"
                 )
-            found.append(FORMATS[value])
-    if "minLength" in schema or "maxLength" in schema:
-        found.append(f"(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}")
-    if len(found) > MOST_CONDITIONS:
-        raise SchemaError(
-            f"more than {MOST_CONDITIONS} patterns of one text are not supported by this model's "
-            "tool calls",
-            place,
-        )
+        if "pattern" in part:
+            found.append(_searched(part["pattern"], f"{place}.pattern"))
+        if "format" in part:
+            # Exact schemas have no others.
+            found.append(FORMATS[part["format"]])
+        if "minLength" in part or "maxLength" in part:
+            found.append(f"(?s:.){{{part.get('minLength', 0)},{part.get('maxLength', '')}}}")
+        if len(found) > MOST_CONDITIONS:
+            raise SchemaError(
+                f"more than {MOST_CONDITIONS} patterns of one text are not supported by this "
+                "model's tool calls",
+                place,
+            )
     return found
 
 

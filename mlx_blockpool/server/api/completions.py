@@ -62,7 +62,7 @@ class ChoiceRenderer(PieceRenderer):
     """
 
     def __init__(self, parsed: ParsedRequest, context: Any, index: int, packets: Packets) -> None:
-        super().__init__(parsed, context, keeps_space=True)
+        super().__init__(parsed, context)
         self._index, self._packets = index, packets
 
     def _choice(self, reason: str | None, text: str = "", **more: Any) -> Json:

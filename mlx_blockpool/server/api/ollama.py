@@ -47,7 +47,7 @@ class OllamaRenderer(PieceRenderer):
     shows_parts = False
 
     def __init__(self, parsed: ParsedRequest, context: Any, is_chat: bool, arrived: int) -> None:
-        super().__init__(parsed, context, keeps_space=True)
+        super().__init__(parsed, context)
         self._is_chat, self._arrived = is_chat, arrived
         self._started = time.monotonic_ns()
         self._first: int | None = None

@@ -430,14 +430,14 @@ class Renderer:
     """Renders one reply for the clients of a protocol.
 
     `whole`: all of it, once finish() has returned. `shows_parts`: whether the protocol has parts of
-    calls.
+    calls. `keeps_space`: whether a reply may be space alone.
     """
 
-    shows_parts = True
+    shows_parts, keeps_space = True, False
 
-    def __init__(self, parsed: ParsedRequest, context: Any, keeps_space: bool = False) -> None:
+    def __init__(self, parsed: ParsedRequest, context: Any) -> None:
         shows_parts = self.shows_parts and parsed.body is not None and parsed.body.stream
-        self.parser = ReplyParser(parsed, context, keeps_space, shows_parts)
+        self.parser = ReplyParser(parsed, context, self.keeps_space, shows_parts)
         self.whole: Json = {}
         self._logprobs = logprobs_of(parsed)
         self._total_logprob = 0.0
@@ -507,6 +507,7 @@ class PieceRenderer(Renderer):
     """
 
     thinking_field: str
+    keeps_space = True
 
     def _render(self, event: Event) -> Iterable[Packet]:
         if not self._parsed.body.stream:
