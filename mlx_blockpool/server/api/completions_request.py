@@ -33,10 +33,8 @@ from .formats import (
     ChatReplyFormat,
     StructuredOutputs,
     Texts,
-    json_form,
-    named_forms,
+    named_form,
     only_form,
-    text_form,
 )
 from .tools import ToolChoice, calls_of, chat_request, strict_places, tools_named
 
@@ -113,16 +111,13 @@ class CompletionBody(AllSampling):
             (
                 self.response_format.wanted("response_format"),
                 self.structured_outputs.wanted("structured_outputs"),
-                *named_forms(
-                    "guided_",
-                    self.guided_json,
-                    self.guided_regex,
-                    self.guided_choice,
-                    self.guided_grammar,
-                ),
-                json_form(self.json_schema, "json_schema"),
+                named_form("json", self.guided_json, "guided_json"),
+                named_form("regex", self.guided_regex, "guided_regex"),
+                named_form("choice", self.guided_choice, "guided_choice"),
+                named_form("grammar", self.guided_grammar, "guided_grammar"),
+                named_form("json", self.json_schema, "json_schema"),
                 # llama.cpp's clients may send an empty one.
-                text_form("grammar", self.grammar or None, "grammar"),
+                named_form("grammar", self.grammar or None, "grammar"),
             )
         )
 

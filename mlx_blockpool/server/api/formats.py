@@ -95,24 +95,43 @@ class StructuredOutputs(Body):
         return only_form(
             (
                 json_object,
-                *named_forms(f"{place}.", self.json_, self.regex, self.choice, self.grammar),
+                named_form("json", self.json_, f"{place}.json"),
+                named_form("regex", self.regex, f"{place}.regex"),
+                named_form("choice", self.choice, f"{place}.choice"),
+                named_form("grammar", self.grammar, f"{place}.grammar"),
             )
         )
 
 
-def named_forms(
-    prefix: str, json_: Any, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> list[OutputFormat | None]:
-    """The forms of vLLM's fields, whose names begin with `prefix`.
+def named_form(
+    kind: Literal["json", "regex", "choice", "grammar"], given: Any, place: str
+) -> OutputFormat | None:
+    """The form that a field of vLLM's or llama.cpp's names; None for one that is left out.
 
-    Raises InvalidRequestError and SchemaError.
+    given: a schema or its JSON, a regular expression, texts, or a grammar. Raises
+    InvalidRequestError and SchemaError.
     """
-    return [
-        json_form(json_, f"{prefix}json"),
-        text_form("regex", regex, f"{prefix}regex"),
-        choice_form(choice, f"{prefix}choice"),
-        text_form("grammar", grammar, f"{prefix}grammar"),
-    ]
+    if given is None:
+        return None
+    if kind == "json":
+        if isinstance(given, str):
+            _check_size(given, FormConfig.schema_bytes, place)
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequestError(
+                    place, f"Input should be a JSON schema, or its JSON as text: {error}"
+                ) from error
+        return schema_form(given, place)
+    if kind == "choice":
+        _check_size("".join(given), FormConfig.schema_bytes, place)
+        _check_size(max(given, key=len), FormConfig.forced_bytes, place)
+        given = json.dumps(list(dict.fromkeys(given)))
+    else:
+        _check_size(given, FormConfig.text_bytes, place)
+    if kind == "grammar":
+        check_schemas(given, place)
+    return OutputFormat(kind, given, place)
 
 
 def only_form(forms: Iterable[OutputFormat | None]) -> OutputFormat | None:
@@ -131,45 +150,6 @@ def schema_form(schema: Any, place: str) -> OutputFormat:
     unkept: list[str] = []
     found = exact(schema, place, unkept=unkept)
     return OutputFormat("json", json.dumps(found, separators=(",", ":")), place, tuple(unkept))
-
-
-def json_form(schema: Any, place: str) -> OutputFormat | None:
-    """As schema_form(), for a schema that may be text, or None for none.
-
-    Raises InvalidRequestError too.
-    """
-    if schema is None:
-        return None
-    if isinstance(schema, str):
-        _check_size(schema, FormConfig.schema_bytes, place)
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(
-                place, f"Input should be a JSON schema, or its JSON as text: {error}"
-            ) from error
-    return schema_form(schema, place)
-
-
-def choice_form(texts: list[str] | None, place: str) -> OutputFormat | None:
-    """The form of one of several texts. Raises InvalidRequestError."""
-    if texts is None:
-        return None
-    _check_size("".join(texts), FormConfig.schema_bytes, place)
-    _check_size(max(texts, key=len), FormConfig.forced_bytes, place)
-    return OutputFormat("choice", json.dumps(list(dict.fromkeys(texts))), place)
-
-
-def text_form(
-    kind: Literal["regex", "grammar"], text: str | None, place: str
-) -> OutputFormat | None:
-    """The form of a regular expression or a grammar. Raises InvalidRequestError."""
-    if text is None:
-        return None
-    _check_size(text, FormConfig.text_bytes, place)
-    if kind == "grammar":
-        check_schemas(text, place)
-    return OutputFormat(kind, text, place)
 
 
 def _check_size(text: str, most: int, place: str) -> None:
