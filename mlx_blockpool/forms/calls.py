@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from ..config import FormConfig
@@ -19,7 +20,7 @@ from .lark import Lark
 from .output_format import ToolFormat
 from .parameters import decode
 from .schema import JsonSchema, Schema, SchemaError, placed, without_refused
-from .tag_calls import TagCall
+from .tag_calls import tag_call
 from .tags import SAMPLE, TAGS, Tags
 from .vocabulary import Vocabulary
 
@@ -122,8 +123,15 @@ def call_grammar(
         raise FormError("this model's tool calls cannot be held to a form")
     lark = Lark(vocabulary.added)
     lark.forces = all(_longest_run(tool) <= FormConfig.forced_bytes for tool in tools)
-    several = extent != "call" and family.within is not None
-    build = _builder(family, vocabulary, spelling, several)
+    within = None if extent == "call" else family.within
+    build, opens = family.build, family.opens
+    if isinstance(build, Tags):
+        tags = build.spelled(spelling)
+        opens = lark.literal(tags.lead)
+        if family.end not in vocabulary.added and not any(ban in family.end for ban in tags.bans):
+            # The end of calls is found by its text then.
+            tags = replace(tags, bans=(*tags.bans, family.end))
+        build = partial(tag_call, tags=tags, several=within is not None)
     if -1 < spelling.find(min(SAMPLE)) < spelling.find(max(SAMPLE)):
         tools = [
             replace(tool, schema=json.dumps(_ordered(json.loads(tool.schema), family)))
@@ -138,14 +146,7 @@ def call_grammar(
     if not calls:
         raise FormError("this model cannot call functions of these names", "tools")
     call = lark.rule(" | ".join(calls))
-    more = (
-        f" ({lark.literal(family.within)} {call})*" if several and family.within is not None else ""
-    )
-    opens = (
-        lark.literal(family.build.spelled(spelling).lead)
-        if isinstance(family.build, Tags)
-        else family.opens
-    )
+    more = "" if within is None else f" ({lark.literal(within)} {call})*"
     block = lark.rule(f"{opens} {call}{more} {family.closes} {lark.literal(family.end)}")
     if extent == "text":
         # A lazy lexeme ends with the first marker, also inside of a token.
@@ -180,19 +181,6 @@ def _ordered(schema: Any, family: Family) -> Any:
     if isinstance(held.get("properties"), dict):
         held["properties"] = dict(sorted(held["properties"].items()))
     return held
-
-
-def _builder(family: Family, vocabulary: Vocabulary, spelling: str, several: bool) -> Build:
-    build = family.build
-    if not isinstance(build, Tags):
-        return build
-    tags = build.spelled(spelling)
-    if family.end not in vocabulary.added and not any(ban in family.end for ban in tags.bans):
-        # The end of calls is found by its text then.
-        tags = replace(tags, bans=(*tags.bans, family.end))
-    return lambda lark, name, schema, place: TagCall(
-        lark, tags, Schema(schema), place, several
-    ).text(name)
 
 
 def _call(

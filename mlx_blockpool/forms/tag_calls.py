@@ -39,6 +39,13 @@ READS_AS = {**SCALARS, "integer": SCALARS["number"], "array": r"\[(?s:.*)", "obj
 BEGINS_AS = {**READS_AS, "integer": "[-0-9](?s:.*)", "number": "[-0-9](?s:.*)"}
 
 
+def tag_call(
+    lark: Lark, name: str, schema: JsonSchema, place: str, tags: Tags, several: bool
+) -> str:
+    """Lark of a call in tags."""
+    return TagCall(lark, tags, Schema(schema), place, several).text(name)
+
+
 @dataclass(frozen=True)
 class TagCall:
     """Calls in tags of one function, as rules of `lark`. `whole`: the exact schema of its
@@ -51,7 +58,7 @@ class TagCall:
     tags: Tags
     whole: Schema
     place: str
-    several: bool = False
+    several: bool
     _written: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
