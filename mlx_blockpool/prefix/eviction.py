@@ -195,7 +195,7 @@ def length_range(position: int) -> int:
 def _can_be_resumed(node: Node) -> bool:
     """Return whether a checkpoint of this edge is in memory or on disk."""
     residency = node.residency
-    return bool(residency.checkpoints or residency.window_records or residency.state_records)
+    return bool(residency.checkpoints or residency.records)
 
 
 def _replaces(later: Checkpoint, earlier: Checkpoint) -> bool:

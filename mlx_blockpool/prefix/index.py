@@ -372,7 +372,7 @@ class KVIndex:
             return
         residency = longest.residency
         residency.blocks, residency.in_memory = (), not self.full_groups
-        residency.window_records, residency.state_records = {}, set()
+        residency.records = {}
         residency.take_records(was, last)
         other = self.trie.child(longest.parent, longest.tokens)
         if other is None:
@@ -584,4 +584,4 @@ class KVIndex:
 
 def _checkpoint_records(node: Node, residency: Residency, last: int) -> list[Key]:
     """The records of checkpoints that end in a node, after `last`."""
-    return [Key(kind, node.hash_at(end)) for kind, end in residency.record_ends if end > last]
+    return [Key(kind, node.hash_at(end)) for kind, end in residency.records if end > last]

@@ -108,7 +108,7 @@ class Retention:
         found |= {
             Key(WINDOW, node.hash)
             for node in pin.nodes
-            if node.end in node.residency.window_records
+            if (WINDOW, node.end) in node.residency.records
         }
         last = pin.node and pin.node.latest
         if last is not None and last.start < pin.position <= last.end:

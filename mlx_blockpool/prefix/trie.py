@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 
 from ..spec import BLOCK_TOKENS, blocks_for
 from ..store.hashing import EDGE_BYTES, TOKEN_BYTES, decode, edge_hash, encode
-from ..store.record import BLOCK, STATE, WINDOW, Key
+from ..store.record import BLOCK, Key
 from .salts import SALT_BYTES, SHARED
 
 # Of many siblings, this many on each side are checked.
@@ -274,9 +274,8 @@ class Residency:
     blocks:          of each full layer group the block, while `in_memory`.
     on_disk:         whether its block record is on disk, or about to be.
     checkpoints:     those inside the edge, by absolute token position.
-    window_records:  the positions at which window records end, each with that of the checkpoint it
-                     was cut from.
-    state_records:   the positions of state records.
+    records:         the records of checkpoints, by their kind and the position at which they end; a
+                     window record with the position of the checkpoint it was cut from.
     shorter:         edges that were merged into this one; the records of those on disk serve until
                      this one is on disk.
     pins:            those that retain its blocks.
@@ -290,8 +289,7 @@ class Residency:
     in_memory: bool = True
     on_disk: bool = False
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
-    window_records: dict[int, int] = field(default_factory=dict)
-    state_records: set[int] = field(default_factory=set)
+    records: dict[tuple[str, int], int] = field(default_factory=dict)
     shorter: list[Node] = field(default_factory=list)
     pins: set[PinnedPrefix] = field(default_factory=set)
     kind: str = "assistant"
@@ -316,33 +314,20 @@ class Residency:
         """Every block of it in memory."""
         return [*self.blocks, *self.ring_blocks]
 
-    @property
-    def record_ends(self) -> list[tuple[str, int]]:
-        """The kind of each record of a checkpoint, and the position at which it ends."""
-        windows = [(WINDOW, end) for end in self.window_records]
-        return [*windows, *((STATE, end) for end in self.state_records)]
-
     def take_records(self, other: Residency, end: int) -> None:
         """Take the records of checkpoints up to `end` from another edge.
 
         Where both have a record, that of this edge counts.
         """
-        windows, states = (
-            other.window_records,
-            {each for each in other.state_records if each <= end},
-        )
-        taken = {each: windows.pop(each) for each in list(windows) if each <= end}
-        self.window_records = taken | self.window_records
-        self.state_records |= states
-        other.state_records -= states
+        taken = {each: other.records.pop(each) for each in list(other.records) if each[1] <= end}
+        self.records = taken | self.records
 
     def merge(self, old: Node) -> None:
         """Take the checkpoints, pins and records of a shorter edge that this one contains."""
         shorter = old.residency
         self.checkpoints |= shorter.checkpoints
         # Where both have a record, that of this edge counts.
-        self.window_records = shorter.window_records | self.window_records
-        self.state_records |= shorter.state_records
+        self.records = shorter.records | self.records
         self.pins |= shorter.pins
         self.shorter += [*shorter.shorter, *([old] if shorter.on_disk else [])]
         shorter.checkpoints, shorter.pins, shorter.shorter = {}, set(), []
@@ -354,7 +339,7 @@ def records_of(node: Node) -> Iterator[Key]:
     """
     for each in node.with_merged:
         yield Key(BLOCK, each.hash)
-    yield from (Key(kind, node.hash_at(end)) for kind, end in node.residency.record_ends)
+    yield from (Key(kind, node.hash_at(end)) for kind, end in node.residency.records)
 
 
 class Trie:

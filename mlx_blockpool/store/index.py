@@ -8,7 +8,7 @@ rebuilt from them at start. Owned by the generation thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 
 class Index:
@@ -99,17 +99,19 @@ class Index:
         touched, self._touched = self._touched, {}
         return [name for name in touched if name in self._sizes]
 
-    def room_for(self, size: int, spared: Container[str] = ()) -> list[str] | None:
+    def room_for(
+        self, size: int, is_spared: Callable[[str], bool] = lambda name: False
+    ) -> list[str] | None:
         """The least recently used victims for `size` bytes more; None if there are not enough
-        apart from `spared`.
+        that are not spared.
         """
-        found = self._oldest(self.nbytes + size - self._limit, spared)
+        found = self._oldest(self.nbytes + size - self._limit, is_spared)
         gone = sum(self._sizes[name] for name in found)
         return found if self.nbytes + size - gone <= self._limit else None
 
     def surplus(self) -> list[str]:
         """The victims that bring the index back under its limit, or all that there are."""
-        return self._oldest(self.nbytes - self._limit, ())
+        return self._oldest(self.nbytes - self._limit, lambda name: False)
 
     def report(self) -> dict[str, int]:
         """Figures; sizes in bytes."""
@@ -126,12 +128,12 @@ class Index:
     def _limit(self) -> int:
         return max(0, self.limit - self.aside)
 
-    def _oldest(self, n_bytes: int, spared: Container[str]) -> list[str]:
+    def _oldest(self, n_bytes: int, is_spared: Callable[[str], bool]) -> list[str]:
         found: list[str] = []
         for name, size in self._sizes.items():
             if n_bytes <= 0:
                 break
-            if name not in spared and name not in self.pinned and name not in self.kept:
+            if not (name in self.pinned or name in self.kept or is_spared(name)):
                 found.append(name)
                 n_bytes -= size
         return found

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..config import StoreConfig
 from .problems import StoreProblems
 from .record import Key
-from .scan import FolderChanges
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class WriteLimits:
 
 
 class FolderWatcher:
-    """Decides when the folder is scanned again, and which results of a scan are out of date.
+    """Decides when the folder is scanned again.
 
     A scan is due once `look_bytes` were passed to the writer since the last one, or `seconds` after
     anything was written or used. While one is under way, at most `look_bytes` are passed on.
@@ -145,13 +144,11 @@ class FolderWatcher:
         self.look_bytes = look_bytes
         self.seconds = seconds
         self.is_looking = False
-        self.names: set[str] = set()
         self._passed = 0
         self._begun_at = time.monotonic()
 
-    def add(self, name: str, size: int) -> None:
-        """Count a file that was passed to the writer."""
-        self.names.add(name)
+    def add(self, size: int) -> None:
+        """Count bytes that were passed to the writer."""
         self._passed += size
 
     def allows(self, size: int) -> bool:
@@ -171,11 +168,3 @@ class FolderWatcher:
     def begin(self) -> None:
         """Count again for a scan that begins now."""
         self.is_looking, self._passed, self._begun_at = True, 0, time.monotonic()
-        self.names = set()
-
-    def current(self, changes: FolderChanges) -> FolderChanges:
-        """The changes, without files that were passed to the writer after the scan began."""
-        found = [found for found in changes.found if found.name not in self.names]
-        return replace(
-            changes, found=found, gone=[name for name in changes.gone if name not in self.names]
-        )

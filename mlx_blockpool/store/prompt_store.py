@@ -59,12 +59,11 @@ class PromptStore:
         self.root = config.folder or default_folder()
         self.counts: Counter[str] = Counter()
         self._index = Index(config.store_bytes, f"{folder_of(namespace)}/")
-        self._pinned: Collection[Key] = ()
         # Records that could not be read, and when to try again: they are written again if they are
         # made again.
         self._unread: dict[Key, float] = {}
         self._changes = RecordChanges([], [])
-        # The last job of each name whose result has not come yet.
+        # The last job of each name whose result was not taken yet.
         self._jobs: dict[str, WriteJob] = {}
         disk, look_bytes = (
             disk or Disk(),
@@ -146,7 +145,7 @@ class PromptStore:
         if name in self._index and not anew and record.key not in self._unread:
             return WriteDecision()
         self._index.aside = self._quarantine.nbytes
-        victims = self._index.room_for(size, _Names(name, spared))
+        victims = self._index.room_for(size, lambda other: other == name or key_of(other) in spared)
         if victims is None:
             refusal: str | None = self._limits.over_budget(self._index.pinned_bytes)
         else:
@@ -238,7 +237,7 @@ class PromptStore:
         return []
 
     def _pass(self, job: WriteJob) -> None:
-        self._watcher.add(job.name, 0 if job.record is None else job.size)
+        self._watcher.add(0 if job.record is None else job.size)
         self._jobs[job.name] = job
         self._writer.put(job)
 
@@ -250,11 +249,10 @@ class PromptStore:
     @property
     def pinned(self) -> Collection[Key]:
         """Records of this model that the budget never takes, whether they are on disk or not."""
-        return self._pinned
+        return keys_in(self.namespace, self._index.pinned)
 
     @pinned.setter
     def pinned(self, keys: Collection[Key]) -> None:
-        self._pinned = keys
         self._index.pinned = frozenset(map(self._name, keys))
 
     def keep(self, keys: Iterable[Key]) -> None:
@@ -281,7 +279,9 @@ class PromptStore:
         if changes is not None:
             self.counts["looks"] += 1
             self._limits.come_back()
-            changes = self._watcher.current(changes)
+            # Files that were passed to the writer after the scan began are as the index has them.
+            changes.found = [each for each in changes.found if each.name not in self._jobs]
+            changes.gone = [name for name in changes.gone if name not in self._jobs]
             self._apply(changes)
             self._changes.found.extend(changes.records)
             self._changes.lost.extend(keys_in(self.namespace, changes.gone) + self._shrink())
@@ -310,7 +310,7 @@ class PromptStore:
         """
         assert expected.hash is not None
         name = self._name(Key(expected.kind, expected.hash))
-        job = self._writer.waiting(name)
+        job = self._jobs.get(name)
         if job is None or job.record is None:
             return self._reader.read(name, expected, into)
         found = Future[RecordData]()
@@ -374,17 +374,6 @@ class PromptStore:
 
     def _name(self, key: Key) -> str:
         return name_of(self.namespace, key)
-
-
-class _Names:
-    """The name of a record, and those of the records with these keys."""
-
-    def __init__(self, name: str, keys: Container[Key]) -> None:
-        self._name = name
-        self._keys = keys
-
-    def __contains__(self, name: object) -> bool:
-        return name == self._name or key_of(str(name)) in self._keys
 
 
 @cache

@@ -11,7 +11,6 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,30 +80,22 @@ class Quarantine:
             except OSError as error:
                 log.warning("prompt store: %s", error)
                 return
-            # A directory counts for no budget, and is not removed.
-            entries = {
-                entry.name: entry
-                for entry in found
-                if ASIDE.fullmatch(entry.name) and not entry.is_directory
-            }
-            self.nbytes = sum(entry.size for entry in entries.values())
-            for names in list(self._to_go(entries)):
-                self._remove([entries[name] for name in names])
-
-    def _to_go(self, entries: dict[str, Entry]) -> Iterator[list[str]]:
-        pairs: dict[str, list[str]] = {}
-        for name in entries:
-            pairs.setdefault(name.removesuffix(REASON), []).append(name)
-        sizes = {pair: sum(entries[name].size for name in names) for pair, names in pairs.items()}
-        since = {
-            pair: max(entries[name].modified for name in names) for pair, names in pairs.items()
-        }
-        left, count = self.nbytes, len(pairs)
-        for pair in sorted(pairs, key=lambda pair: (sizes[pair] <= self.most_bytes, since[pair])):
-            if left <= self.most_bytes and count <= self._most_files:
-                return
-            left, count = left - sizes[pair], count - 1
-            yield pairs[pair]
+            pairs: dict[str, list[Entry]] = {}
+            for entry in found:
+                # A directory counts for no budget, and is not removed.
+                if ASIDE.fullmatch(entry.name) and not entry.is_directory:
+                    pairs.setdefault(entry.name.removesuffix(REASON), []).append(entry)
+            sizes = {name: sum(entry.size for entry in pair) for name, pair in pairs.items()}
+            since = {name: max(entry.modified for entry in pair) for name, pair in pairs.items()}
+            left, count = sum(sizes.values()), len(pairs)
+            self.nbytes = left
+            for name in sorted(
+                pairs, key=lambda name: (sizes[name] <= self.most_bytes, since[name])
+            ):
+                if left <= self.most_bytes and count <= self._most_files:
+                    break
+                left, count = left - sizes[name], count - 1
+                self._remove(pairs[name])
 
     def _remove(self, entries: list[Entry]) -> None:
         for entry in entries:

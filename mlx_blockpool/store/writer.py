@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, Queue
 
 from .fs import Buffer
 from .headers import Headers
@@ -81,12 +82,11 @@ class Writer:
         self.queue_bytes = queue_bytes
         self.min_free_bytes = min_free_bytes
         self.queued_bytes = 0
-        self._jobs: deque[Job] = deque()
+        self._counting = threading.Lock()
+        # None ends the thread.
+        self._jobs: Queue[Job | None] = Queue()
         self._done: deque[JobResult] = deque()
-        self._writing: dict[str, WriteJob] = {}
-        self._changed = threading.Condition()
-        self._busy = False
-        self._closing = False
+        # A daemon: a disk that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="prompt store", daemon=True)
         self._thread.start()
 
@@ -96,20 +96,16 @@ class Writer:
 
     def put(self, job: Job) -> bool:
         """Pass a job on. False, and nothing happens, if it is a record and too much is waiting."""
-        with self._changed:
-            if isinstance(job, WriteJob) and job.record is not None:
-                if not self.accepts(job.size):
-                    return False
-                self.queued_bytes += job.size
-                self._writing[job.name] = job
-            self._jobs.append(job)
-            self._changed.notify_all()
+        if isinstance(job, WriteJob) and job.record is not None:
+            if not self.accepts(job.size):
+                return False
+            self._count(job.size)
+        self._jobs.put(job)
         return True
 
-    def waiting(self, name: str) -> WriteJob | None:
-        """The job of a record that waits to be written under a name."""
-        with self._changed:
-            return self._writing.get(name)
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self.queued_bytes += size
 
     def poll(self) -> list[JobResult]:
         """The results of jobs since the last call."""
@@ -120,44 +116,30 @@ class Writer:
 
         Returns whether all were tried.
         """
-        until = time.monotonic() + seconds
-        with self._changed:
-            while (
-                (self._jobs or self._busy)
-                and self._thread.is_alive()
-                and (left := until - time.monotonic()) > 0
-            ):
-                self._changed.wait(left)
-            return not (self._jobs or self._busy)
+        jobs = self._jobs
+        with jobs.all_tasks_done:
+            jobs.all_tasks_done.wait_for(
+                lambda: not (jobs.unfinished_tasks and self._thread.is_alive()), seconds
+            )
+            return not jobs.unfinished_tasks
 
     def close(self, seconds: float) -> bool:
         """flush(), and end the thread. The jobs left then are lost."""
         flushed = self.flush(seconds)
-        with self._changed:
-            self._closing = True
-            self._jobs.clear()
-            self._changed.notify_all()
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
+        self._jobs.put(None)
         self._thread.join(seconds if flushed else 0.1)
         return flushed
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                while not self._jobs and not self._closing:
-                    self._changed.wait()
-                if not self._jobs:
-                    break
-                job, self._busy = self._jobs.popleft(), True
+        while (job := self._jobs.get()) is not None:
             done = self._do(job)
-            if isinstance(job, WriteJob):
-                with self._changed:
-                    if job.record is not None:
-                        self.queued_bytes -= job.size
-                    if self._writing.get(job.name) is job:
-                        del self._writing[job.name]
+            if isinstance(job, WriteJob) and job.record is not None:
+                self._count(-job.size)
             self._done.append(done)
+            self._jobs.task_done()
         self.headers.close()
 
     def _do(self, job: Job) -> JobResult:
@@ -168,7 +150,7 @@ class Writer:
                 return JobResult(job, seen=job.scanner.again(job.used))
             else:
                 job.scanner.use(job.used)
-            self.headers.write(at_once=not self._jobs)
+            self.headers.write(at_once=self._jobs.empty())
         except BaseException as error:
             # The top of the thread: any error fails that job alone.
             if not isinstance(error, OSError):

@@ -26,7 +26,7 @@ from ..store.fs import safe_name
 from ..store.fsck import Judged, RecordPlace
 from ..store.hashing import TOKEN_BYTES
 from ..store.paths import FOLDERS
-from ..store.record import BLOCK, STATE, WINDOW, Key
+from ..store.record import BLOCK, Key
 from ..store.scan import File, Listing
 
 
@@ -97,10 +97,8 @@ class StoredPaths:
     def _add(self, parent: Node, place: RecordPlace) -> Node | None:
         """The edge of a record, or the first one that begins with its tokens."""
         node = self._trie.child(parent, place.tokens)
-        if place.kind == WINDOW and node is not None:
-            node.residency.window_records[place.end] = place.end
-        elif place.kind == STATE and node is not None:
-            node.residency.state_records.add(place.end)
+        if place.kind != BLOCK and node is not None:
+            node.residency.records[place.kind, place.end] = place.end
         elif place.kind == BLOCK and (
             node is None or (place.hash in self._ends and node.hash != place.hash)
         ):
@@ -145,7 +143,7 @@ class StoredPaths:
         begin with: those resume there.
         """
         assert node.parent is not None
-        for kind, end in node.residency.record_ends:
+        for kind, end in node.residency.records:
             tokens = node.tokens[: (end - node.start) * TOKEN_BYTES]
             siblings = [
                 each for each in self._trie.children_with(node.parent, tokens) if each is not node

@@ -292,7 +292,8 @@ class StoredCheckpoints:
         cut = _cut_of(record)
         if node is None or node.start != record.start or (record.kind == WINDOW and cut is None):
             return False
-        self._add(record.key, node, node.start + len(record.tokens), cut or 0)
+        end = node.start + len(record.tokens)
+        self._add(record.key, node, end, end if cut is None else cut)
         return True
 
     # -- writing -----------------------------------------------------------------------------------
@@ -362,7 +363,7 @@ class StoredCheckpoints:
                     self.store, WINDOW, *segment, self._parts(segment, position), extra
                 )
                 return CheckpointWrite(record, segment, checkpoint)
-        if checkpoint.states and position not in node.residency.state_records:
+        if checkpoint.states and (STATE, position) not in node.residency.records:
             arrays = _by_name(checkpoint.states)
             parts = tuple(
                 Part(name, safetensors_name(array.dtype), tuple(array.shape))
@@ -389,10 +390,7 @@ class StoredCheckpoints:
         return at >= position // BLOCK_TOKENS * BLOCK_TOKENS > 0
 
     def _add(self, key: Key, node: Node, end: int, cut: int) -> None:
-        if key.kind == WINDOW:
-            node.residency.window_records[end] = cut
-        else:
-            node.residency.state_records.add(end)
+        node.residency.records[key.kind, end] = cut
         if key not in self._places:
             self.index.mark(key.kind, key.hash)
         self._places[key] = (node, end)
@@ -406,10 +404,7 @@ class StoredCheckpoints:
         if node is not None:
             self.index.mark(key.kind, key.hash)
             for each in self._may_have(node, end):
-                if key.kind == WINDOW:
-                    each.residency.window_records.pop(end, None)
-                else:
-                    each.residency.state_records.discard(end)
+                each.residency.records.pop((key.kind, end), None)
         source = self._sources.pop(key, None)
         checkpoint = None if source is None else source()
         if again and checkpoint is not None:
@@ -460,11 +455,8 @@ class StoredCheckpoints:
                     yield node, end
 
     def _ends(self, node: Node) -> Iterable[int]:
-        return (
-            node.residency.state_records
-            if self.arena.state_leaves
-            else node.residency.window_records
-        )
+        last = STATE if self.arena.state_leaves else WINDOW
+        return (end for kind, end in node.residency.records if kind == last)
 
     def records(self, node: Node, position: int) -> list[tuple[Key, WindowSegment]]:
         """The records that a position stands on, and their tokens: windows, the last ones first,
@@ -523,7 +515,7 @@ class StoredCheckpoints:
         return list(self.rings.segments(node, position)) if self.rings.sizes else []
 
     def _has(self, segment: WindowSegment, position: int) -> bool:
-        cut = segment.node.residency.window_records.get(segment.end)
+        cut = segment.node.residency.records.get((WINDOW, segment.end))
         return cut is not None and self.rings.covers(segment, cut, position)
 
     def _parts(self, segment: WindowSegment, cut: int) -> tuple[Part, ...]:

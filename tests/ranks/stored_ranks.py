@@ -141,7 +141,7 @@ def cached(driver: GroupDriver, prefix: TieredPrefixCache) -> str:
                 kept.on_disk,
             ]
             found += [kept.blocks if kept.in_memory else (), sorted(kept.checkpoints)]
-            nodes.append([*found, sorted(kept.window_records), sorted(kept.state_records)])
+            nodes.append([*found, sorted(kept.records)])
     order = [eviction_order(pool, group) for group in range(len(pool.groups))]
     engine = driver.engine
     running = [

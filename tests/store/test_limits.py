@@ -1,4 +1,4 @@
-"""FolderWatcher: when to scan again, and what is not believed of a scan.
+"""FolderWatcher: when to scan again.
 
 WriteLimits: what may be written at present.
 """
@@ -12,7 +12,6 @@ from store.clock import Clock
 
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.store.limits import FolderWatcher, WriteLimits
-from mlx_blockpool.store.scan import ChangedFile, FolderChanges
 
 
 @pytest.fixture
@@ -25,12 +24,12 @@ def is_due(watch: FolderWatcher, has_news: bool = False, at_once: bool = False) 
 
 
 def test_a_look_is_due_after_so_much_was_written(watch: FolderWatcher) -> None:
-    watch.add("a", 99)
+    watch.add(99)
     assert not is_due(watch)
-    watch.add("b", 1)
+    watch.add(1)
     assert is_due(watch)
     watch.begin()
-    watch.add("c", 100)
+    watch.add(100)
     assert not is_due(watch), "one is under way"
     watch.is_looking = False
     assert is_due(watch)
@@ -42,11 +41,11 @@ def test_or_after_so_long_if_there_is_anything_to_tell_or_to_lose(
     clock.now += 61
     assert not is_due(watch)
     assert is_due(watch, has_news=True)
-    watch.add("a", 1)
+    watch.add(1)
     assert is_due(watch)
     watch.begin()
     watch.is_looking = False
-    watch.add("a", 1)
+    watch.add(1)
     assert not is_due(watch)
     clock.now += 61
     assert is_due(watch)
@@ -63,23 +62,14 @@ def test_no_look_is_due_where_nothing_is_written_whatever_the_budget(clock: Cloc
 
 
 def test_no_more_is_handed_over_while_a_look_is_under_way(watch: FolderWatcher) -> None:
-    watch.add("a", 500)
+    watch.add(500)
     assert watch.allows(1000)
     watch.begin()
     assert watch.allows(1000), "a record that is larger goes alone"
-    watch.add("b", 60)
+    watch.add(60)
     assert [watch.allows(size) for size in (40, 41)] == [True, False]
     watch.is_looking = False
     assert watch.allows(1000)
-
-
-def test_what_changed_hands_after_the_look_is_not_believed(watch: FolderWatcher) -> None:
-    watch.add("a", 1)
-    watch.begin()
-    watch.add("b", 1)
-    watch.add("c", 0)
-    seen = FolderChanges([ChangedFile("a", 1, True), ChangedFile("b", 1, True)], ["c", "d"])
-    assert watch.current(seen) == FolderChanges([ChangedFile("a", 1, True)], ["d"])
 
 
 # -- limits ----------------------------------------------------------------------------------------

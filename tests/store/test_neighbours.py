@@ -153,6 +153,19 @@ def test_what_another_one_uses_outlives_what_nobody_does(tmp_path: Path) -> None
     assert [file_of(tmp_path, record).exists() for record in old] == [True, False, False]
 
 
+def test_what_is_removed_after_a_look_began_does_not_come_back_with_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.open()
+    (record,) = chain(1, 1)
+    put_all(store, [record])
+    # Another process uses the file, so that the look finds it.
+    os.utime(file_of(tmp_path, record), (1, 1))
+    store._look()
+    store.remove([record.key])
+    assert settled(store) == []
+    assert (record.key in store, store.report()["bytes"]) == (False, 0)
+
+
 def test_an_idle_store_does_not_look(tmp_path: Path, clock: Clock) -> None:
     store = open_store(tmp_path, disk := BrokenDisk(), look_bytes=1)
     store.open()

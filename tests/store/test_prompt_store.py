@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store.chains import SIZE, chain, data_of, expected_of, file_of, is_right, put, put_all
+from store.chains import (
+    SIZE,
+    chain,
+    data_of,
+    expected_of,
+    file_of,
+    is_right,
+    put,
+    put_all,
+)
 from store.clock import Clock
 from store.disks import BrokenDisk, QuickDisk
 from store.records import make_buffers
-from store.stores import open_store, quarantined, record_files, temporaries
+from store.stores import held, open_store, quarantined, record_files, temporaries
 
 from mlx_blockpool.errors import BadRecordError
 
@@ -72,7 +81,7 @@ def test_a_record_that_is_not_written_yet_can_be_read(tmp_path: Path) -> None:
         read=OSError(errno.EIO, "not from the disk"), create=OSError(errno.EIO, "not yet")
     )
     store = open_store(tmp_path, disk)
-    with store._writer._changed:
+    with held(store):
         record = chain(1, 1)[0]
         assert put(store, record) is None
         assert data_of(store, record) == b"".join(make_buffers(record))
@@ -83,7 +92,7 @@ def test_removals_are_never_refused(tmp_path: Path) -> None:
     store.open()
     first, second = chain(1, 2)
     put_all(store, [first])
-    with store._writer._changed:
+    with held(store):
         assert put(store, second) is None
         store.remove([first.key])
     assert store.flush()
@@ -95,7 +104,7 @@ def test_a_full_queue_refuses_counts_and_drops_nothing_for_it(tmp_path: Path) ->
     store.open()
     put_all(store, chain(1, 1))
     put_all(store, chain(2, 1))
-    with store._writer._changed:
+    with held(store):
         assert put(store, chain(3, 1)[0]) is None
         assert put(store, chain(4, 1)[0]) == "queue full"
     assert store.counts["queue full"] == 1
@@ -107,7 +116,7 @@ def test_a_full_queue_refuses_counts_and_drops_nothing_for_it(tmp_path: Path) ->
 def test_so_much_a_day_and_what_was_refused_does_not_count(tmp_path: Path, clock: Clock) -> None:
     store = open_store(tmp_path, daily_bytes=3 * SIZE, store_bytes=10 * SIZE, queue_bytes=SIZE)
     store.open()
-    with store._writer._changed:
+    with held(store):
         assert [put(store, r) for r in chain(1, 4)] == [
             None,
             "queue full",
@@ -130,7 +139,7 @@ def test_whether_a_record_would_be_taken_is_known_before_it_is_made(
     store.open()
     one, two, three, four = chain(1, 4)
     assert store.takes()
-    with store._writer._changed:
+    with held(store):
         assert [put(store, record) for record in (one, two)] == [None, None]
         assert store.takes(), "nothing was refused yet"
         assert put(store, three) == "queue full"

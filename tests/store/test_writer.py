@@ -122,22 +122,6 @@ def test_one_record_that_is_larger_than_the_queue_is_written(
     assert writer.flush(30)
 
 
-def test_what_waits_can_be_asked_for(tmp_path: Path, disk: SlowDisk) -> None:
-    writer = open_writer(tmp_path, disk)
-    first, second = job(1), job(2)
-    writer.put(first)
-    assert disk.begun.wait(30)
-    writer.put(second)
-    assert [writer.waiting(first.name), writer.waiting(second.name), writer.waiting("other")] == [
-        first,
-        second,
-        None,
-    ]
-    disk.gate.set()
-    assert writer.flush(30)
-    assert [writer.waiting(first.name), writer.waiting(second.name)] == [None, None]
-
-
 def test_flush_and_close_end_in_time_where_the_disk_does_not(
     tmp_path: Path, disk: SlowDisk
 ) -> None:
@@ -309,11 +293,7 @@ def test_whatever_a_job_raises_fails_that_job_alone(
         (look, error),
         (after, None),
     ]
-    assert (writer.queued_bytes, writer.waiting(failing.name), temporaries(tmp_path)) == (
-        0,
-        None,
-        [],
-    )
+    assert (writer.queued_bytes, temporaries(tmp_path)) == (0, [])
     assert [(tmp_path / j.name).exists() for j in (failing, after)] == [False, True]
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error, error]
     assert writer.close(30)

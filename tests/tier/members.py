@@ -111,12 +111,10 @@ class Member(Life):
 
 
 def _kept(residency: Any) -> list[Any]:
-    windows, states = list(residency.window_records.items()), sorted(residency.state_records)
     return [
         residency.in_memory,
         residency.on_disk,
         residency.blocks,
         list(residency.checkpoints),
-        windows,
-        states,
+        list(residency.records.items()),
     ]

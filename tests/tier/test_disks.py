@@ -16,7 +16,7 @@ from prefix.computed import answer, family, text
 from prefix.lives import SPECS, Keeper
 from store.clock import Clock
 from store.disks import BrokenDisk, GatedDisk
-from store.stores import record_files
+from store.stores import held, record_files
 from tier.lives import BLOCK, ONE, TWO, WINDOWED, start, wanted
 
 from mlx_blockpool.store.fs import Into
@@ -60,7 +60,7 @@ def test_a_record_that_would_be_refused_is_not_made_at_each_step(
     life = start(tmp_path, spec=WINDOWED, **config)
     if why == "disk failed":
         life.store._limits.suspend(OSError(errno.EIO, "broken"))
-    with life.store._writer._changed:
+    with held(life.store):
         answer(life.prefix, ONE)
         for _ in range(100):
             life.stored.write_behind(at_once=True)

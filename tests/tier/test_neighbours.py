@@ -186,6 +186,7 @@ def test_one_that_drops_files_under_the_other_makes_it_miss(tmp_path: Path) -> N
     answer(one.prefix, ONE)
     one.stored.write_tails()
     assert one.store.flush()
+    one.stored.write_behind(0)
     two = start(tmp_path)
     two.prefix.clear()
     two.stored.write_behind()

@@ -203,8 +203,7 @@ def test_a_record_that_was_noted_at_an_edge_that_went_is_forgotten_at_the_other_
     life.write(tails=True)
 
     def has_record(tokens: list[int]) -> bool:
-        residency = life.prefix.match(tokens).path[-1].residency
-        return 300 in residency.state_records | set(residency.window_records)
+        return (kind, 300) in life.prefix.match(tokens).path[-1].residency.records
 
     gone, other = sorted(agents, key=has_record, reverse=True)
     assert (has_record(gone), has_record(other)) == (True, False)
