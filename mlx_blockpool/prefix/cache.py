@@ -48,7 +48,7 @@ from .index import KVIndex
 from .lookup import Lookup, explain
 from .retention import Retention, RetentionPolicy
 from .salts import SHARED
-from .trie import Checkpoint, Node, PinnedPrefix, PrefixRef
+from .trie import Checkpoint, Node, PinnedPrefix, PrefixRef, positions
 
 log = logging.getLogger(__name__)
 
@@ -640,17 +640,8 @@ def last_checkpoint(ref: PrefixRef, at_most: int) -> tuple[Node | None, int]:
     """The position of the last checkpoint in the first `at_most` tokens, and the node that has
     it; (None, 0): none.
     """
-    for on_path in reversed(ref.path):
-        near = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
-        placed = [
-            (node, position)
-            for node, limit in near
-            for position in node.residency.checkpoints
-            if position <= limit
-        ]
-        if placed:
-            return max(placed, key=lambda found: found[1])
-    return None, 0
+    found = positions(ref.path, at_most, lambda node: node.residency.checkpoints)
+    return next(found, (None, 0))
 
 
 def resumable(arena: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpoint | None]:

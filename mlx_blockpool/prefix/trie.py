@@ -18,7 +18,7 @@ import hashlib
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -331,6 +331,25 @@ class Residency:
         self.pins |= shorter.pins
         self.shorter += [*shorter.shorter, *([old] if shorter.on_disk else [])]
         shorter.checkpoints, shorter.pins, shorter.shorter = {}, set(), []
+
+
+def positions(
+    path: Sequence[Node],
+    at_most: int,
+    ends_of: Callable[[Node], Iterable[int]],
+    more_than: int = 0,
+) -> Iterator[tuple[Node, int]]:
+    """The positions in (more_than, at_most] on a path that `ends_of` gives for its edges, or for
+    siblings that start alike, the last ones first, each with an edge that has it.
+    """
+    for on_path in reversed(path):
+        if on_path.end <= more_than:
+            return
+        near = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
+        ends = [
+            (node, end) for node, limit in near for end in ends_of(node) if more_than < end <= limit
+        ]
+        yield from sorted(ends, key=lambda found: -found[1])
 
 
 def records_of(node: Node) -> Iterator[Key]:

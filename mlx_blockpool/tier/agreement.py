@@ -25,7 +25,7 @@ from ..store.limits import OVER_BUDGET
 from ..store.paths import FOLDERS
 from ..store.prompt_store import PromptStore
 from ..store.record import HASH_BYTES, Key, Record
-from .checkpoints import CUT, Ledger, StoredCheckpoints, StoredNodes
+from .checkpoints import CUT, Ledger, StoredRecords
 from .restore import RestoreJob, RestorePlan, Restores
 from .write_behind import DiskTier, StoredPrefixes
 
@@ -103,10 +103,8 @@ class AgreedRestores(Restores):
 
     votes = True
 
-    def __init__(
-        self, nodes: StoredNodes, checkpoints: StoredCheckpoints, admission: Admission, ranks: Ranks
-    ) -> None:
-        super().__init__(nodes, checkpoints, admission)
+    def __init__(self, records: StoredRecords, admission: Admission, ranks: Ranks) -> None:
+        super().__init__(records, admission)
         self._ranks = ranks
         # Those that no request waits for.
         self._attended: list[RestoreJob] = []
@@ -208,7 +206,7 @@ class AgreedPrefixes(StoredPrefixes):
         return self.agreed
 
     def _open_restores(self, admission: Admission) -> Restores:
-        return AgreedRestores(self.nodes, self.checkpoints, admission, self._ranks)
+        return AgreedRestores(self.records, admission, self._ranks)
 
     def forget(self, lost: Lost) -> None:
         """Forget records that a rank of the group lacks, on every rank: the others remove their
@@ -221,8 +219,8 @@ class AgreedPrefixes(StoredPrefixes):
             self.write_again(keys)
             return
         for key in keys:
-            self.checkpoints.dequeue_source(key)
-        self.nodes.forget(keys)
+            self.records.dequeue_source(key)
+        self.records.forget(keys)
         self.store.remove(keys)
 
     def close(self) -> bool:

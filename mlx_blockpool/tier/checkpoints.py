@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -25,7 +25,7 @@ from ..kv.arena import KVArena
 from ..kv.block_bytes import Content, array_in, as_bytes, contents, copy_in, copy_out
 from ..kv.quantised import concatenated
 from ..prefix.index import KVIndex
-from ..prefix.trie import Checkpoint, Node
+from ..prefix.trie import Checkpoint, Node, positions
 from ..spec import BLOCK_TOKENS, StateLayer, WindowLayer, blocks_for, safetensors_name
 from ..store.fs import Into
 from ..store.hashing import TOKEN_BYTES, decode, encode
@@ -263,9 +263,9 @@ class CheckpointWrite:
     checkpoint: Checkpoint
 
 
-class StoredCheckpoints:
-    """The checkpoints of `index` that `store` can restore: every segment of their rings, and the
-    state, is on disk.
+class StoredRecords:
+    """The nodes of `index` that `store` has on disk, and the checkpoints that it can restore: every
+    segment of their rings, and the state, is on disk.
     """
 
     def __init__(self, index: KVIndex, arena: KVArena, store: PromptStore, ledger: Ledger) -> None:
@@ -282,12 +282,115 @@ class StoredCheckpoints:
         self._places: dict[Key, tuple[Node, int]] = {}
         # What each record was written of.
         self._sources: dict[Key, ref[Checkpoint]] = {}
+        # Records that other processes wrote, and that follow() has not added yet.
+        self._waiting: deque[Record] = deque()
 
-    def add_record(self, record: Record, parent: Node | None) -> bool:
-        """Note a record found on disk after `parent`.
+    # -- what is on disk ---------------------------------------------------------------------------
 
-        Returns whether it belongs to any node there.
+    def load(self, records: Sequence[Record]) -> None:
+        """Rebuild the trie from headers. Records that no chain of parents leads to are left out."""
+        for record in sorted(records, key=_parents_first):
+            if record.kind == BLOCK:
+                self._add_block(record, at_start=True)
+            elif not self._add_checkpoint_record(record):
+                self.index.unreachable.append(record.key)
+
+    def by_need(self, records: Sequence[Record]) -> Iterator[Key]:
+        """The keys of records, given in the order of use: those used last first, and each after
+        its parents.
         """
+        seen: set[Node] = set()
+        for record in reversed(records):
+            if record.kind != BLOCK:
+                yield record.key
+                continue
+            path: list[Node] = []
+            node = self.index.trie.node(record.hash)
+            while node is not None and node.parent is not None and node not in seen:
+                # The parents of a node that was seen were seen too.
+                seen.add(node)
+                path.append(node)
+                node = node.parent
+            yield from (Key(BLOCK, n.hash) for n in reversed(path))
+
+    def follow(self, records: Iterable[Record]) -> None:
+        """Queue records that other processes wrote, and add up to FOLLOW_AT_ONCE queued ones that
+        continue nodes on disk.
+
+        Nodes of this process are not replaced by them, and no file is removed: another process may
+        need it.
+        """
+        self._waiting.extend(sorted(records, key=_parents_first))
+        for _ in range(min(FOLLOW_AT_ONCE, len(self._waiting))):
+            record = self._waiting.popleft()
+            if record.key in self.store and record.kind == BLOCK:
+                self._add_block(record)
+            elif record.key in self.store:
+                self._add_checkpoint_record(record)
+
+    def forget(self, keys: Iterable[Key], again: bool = False) -> None:
+        """Follow records that are not on disk any more: nodes that are not in memory either leave
+        the trie.
+
+        `again`: writing them has failed, and their checkpoints are queued again.
+        """
+        for key in keys:
+            if key.kind != BLOCK:
+                self._forget_checkpoint_record(key, again)
+            elif (node := self.index.trie.node(key.hash)) is not None and node.residency.on_disk:
+                self.index.lost(node)
+
+    def remove_unreachable(self) -> None:
+        """Remove the files of records that nothing in the trie leads to."""
+        keys, self.index.unreachable = self.index.unreachable, []
+        for key in keys:
+            if key.kind != BLOCK:
+                self._forget_checkpoint_record(key)
+        self.store.remove(keys)
+
+    def _parent_of(self, record: Record) -> Node | None:
+        if (
+            record.start == 0
+            and (root := self.index.trie.root_named(record.parent, record.extra.get(SALT)))
+            is not None
+        ):
+            return root
+        node = self.index.trie.node(record.parent)
+        return node if node is not None and node.residency.on_disk else None
+
+    def _add_block(self, record: Record, at_start: bool = False) -> None:
+        """Add a block whose parent is on disk.
+
+        A second block with the same tokens is unreachable at start, and ignored later.
+        """
+        parent = self._parent_of(record)
+        if (
+            parent is None
+            or parent.end != record.start
+            or not (parent.parent is None or parent.is_full)
+        ):
+            return
+        edge = encode(record.tokens)
+        child = self.index.trie.child(parent, edge)
+        # Later, a shorter edge is the end of a conversation that continues in this process.
+        if child is None and (
+            at_start or not any(edge.startswith(other.tokens) for other in parent.children)
+        ):
+            child = self.index.add(parent, edge, None, record.extra.get("kind", "assistant"))
+        elif at_start:
+            self.index.unreachable.append(record.key)
+            return
+        elif child is None or child.hash != record.hash:
+            return
+        if not at_start:
+            self.index.written(child)
+
+    def _add_checkpoint_record(self, record: Record) -> bool:
+        """Note a record of windows or a state found on disk.
+
+        Returns whether it belongs to any node on disk.
+        """
+        parent = self._parent_of(record)
         node = None if parent is None else self.index.trie.child(parent, encode(record.tokens))
         cut = _cut_of(record)
         if node is None or node.start != record.start or (record.kind == WINDOW and cut is None):
@@ -395,11 +498,7 @@ class StoredCheckpoints:
             self.index.mark(key.kind, key.hash)
         self._places[key] = (node, end)
 
-    def forget(self, key: Key, again: bool = False) -> None:
-        """Follow a record that is not on disk any more.
-
-        `again`: writing it has failed, and its checkpoint is queued again.
-        """
+    def _forget_checkpoint_record(self, key: Key, again: bool = False) -> None:
         node, end = self._places.pop(key, (None, 0))
         if node is not None:
             self.index.mark(key.kind, key.hash)
@@ -440,25 +539,18 @@ class StoredCheckpoints:
         """The positions in (more_than, at_most] on a path that are on disk, the last ones first,
         each with a node that has it.
         """
-        for on_path in reversed(path):
-            if on_path.end <= more_than:
-                return
-            near = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
-            ends = (
-                (end, node)
-                for node, limit in near
-                for end in self._ends(node)
-                if more_than < end <= limit
-            )
-            for end, node in sorted(ends, key=lambda found: -found[0]):
-                if all(self._has(segment, end) for segment in self._segments(node, end)):
-                    yield node, end
+        found = positions(path, at_most, self._ends, more_than)
+        return (
+            (node, end)
+            for node, end in found
+            if all(self._has(segment, end) for segment in self._segments(node, end))
+        )
 
     def _ends(self, node: Node) -> Iterable[int]:
         last = STATE if self.arena.state_leaves else WINDOW
         return (end for kind, end in node.residency.records if kind == last)
 
-    def records(self, node: Node, position: int) -> list[tuple[Key, WindowSegment]]:
+    def records_at(self, node: Node, position: int) -> list[tuple[Key, WindowSegment]]:
         """The records that a position stands on, and their tokens: windows, the last ones first,
         then the state.
         """
@@ -473,7 +565,7 @@ class StoredCheckpoints:
         )
 
     def keys(self, node: Node, position: int) -> list[Key]:
-        return [key for key, _ in self.records(node, position)]
+        return [key for key, _ in self.records_at(node, position)]
 
     def read(self, key: Key, into: Into | None = None) -> Future[RecordData]:
         """A record as it is on disk now: another process may have cut it elsewhere.
@@ -520,117 +612,6 @@ class StoredCheckpoints:
 
     def _parts(self, segment: WindowSegment, cut: int) -> tuple[Part, ...]:
         return parts_of(self.rings.contents(segment, cut))
-
-
-@dataclass
-class StoredNodes:
-    """The nodes of an index that a store has on disk, next to the checkpoints that it has.
-
-    _waiting:  records that other processes wrote, and that follow() has not added yet.
-    """
-
-    _index: KVIndex
-    _checkpoints: StoredCheckpoints
-    _store: PromptStore
-    _waiting: deque[Record] = field(default_factory=deque)
-
-    def load(self, records: Sequence[Record]) -> None:
-        """Rebuild the trie from headers. Records that no chain of parents leads to are left out."""
-        for record in sorted(records, key=_parents_first):
-            if record.kind == BLOCK:
-                self._add(record, at_start=True)
-            elif not self._checkpoints.add_record(record, self._parent_of(record)):
-                self._index.unreachable.append(record.key)
-
-    def by_need(self, records: Sequence[Record]) -> Iterator[Key]:
-        """The keys of records, given in the order of use: those used last first, and each after
-        its parents.
-        """
-        seen: set[Node] = set()
-        for record in reversed(records):
-            if record.kind != BLOCK:
-                yield record.key
-                continue
-            path: list[Node] = []
-            node = self._index.trie.node(record.hash)
-            while node is not None and node.parent is not None and node not in seen:
-                # The parents of a node that was seen were seen too.
-                seen.add(node)
-                path.append(node)
-                node = node.parent
-            yield from (Key(BLOCK, n.hash) for n in reversed(path))
-
-    def follow(self, records: Iterable[Record]) -> None:
-        """Queue records that other processes wrote, and add up to FOLLOW_AT_ONCE queued ones that
-        continue nodes on disk.
-
-        Nodes of this process are not replaced by them, and no file is removed: another process may
-        need it.
-        """
-        self._waiting.extend(sorted(records, key=_parents_first))
-        for _ in range(min(FOLLOW_AT_ONCE, len(self._waiting))):
-            record = self._waiting.popleft()
-            if record.key in self._store and record.kind == BLOCK:
-                self._add(record)
-            elif record.key in self._store:
-                self._checkpoints.add_record(record, self._parent_of(record))
-
-    def forget(self, keys: Iterable[Key], again: bool = False) -> None:
-        """Follow records that are not on disk any more: nodes that are not in memory either leave
-        the trie.
-
-        `again`: writing them has failed, and their checkpoints are queued again.
-        """
-        for key in keys:
-            if key.kind != BLOCK:
-                self._checkpoints.forget(key, again)
-            elif (node := self._index.trie.node(key.hash)) is not None and node.residency.on_disk:
-                self._index.lost(node)
-
-    def remove_unreachable(self) -> None:
-        """Remove the files of records that nothing in the trie leads to."""
-        keys, self._index.unreachable = self._index.unreachable, []
-        for key in keys:
-            if key.kind != BLOCK:
-                self._checkpoints.forget(key)
-        self._store.remove(keys)
-
-    def _parent_of(self, record: Record) -> Node | None:
-        if (
-            record.start == 0
-            and (root := self._index.trie.root_named(record.parent, record.extra.get(SALT)))
-            is not None
-        ):
-            return root
-        node = self._index.trie.node(record.parent)
-        return node if node is not None and node.residency.on_disk else None
-
-    def _add(self, record: Record, at_start: bool = False) -> None:
-        """Add a block whose parent is on disk.
-
-        A second block with the same tokens is unreachable at start, and ignored later.
-        """
-        parent = self._parent_of(record)
-        if (
-            parent is None
-            or parent.end != record.start
-            or not (parent.parent is None or parent.is_full)
-        ):
-            return
-        edge = encode(record.tokens)
-        child = self._index.trie.child(parent, edge)
-        # Later, a shorter edge is the end of a conversation that continues in this process.
-        if child is None and (
-            at_start or not any(edge.startswith(other.tokens) for other in parent.children)
-        ):
-            child = self._index.add(parent, edge, None, record.extra.get("kind", "assistant"))
-        elif at_start:
-            self._index.unreachable.append(record.key)
-            return
-        elif child is None or child.hash != record.hash:
-            return
-        if not at_start:
-            self._index.written(child)
 
 
 def parts_of(arrays: Iterable[Content]) -> tuple[Part, ...]:

@@ -30,9 +30,7 @@ from ..store.fs import Into
 from ..store.reader import READERS, RecordData
 from ..store.record import BLOCK, STATE, WINDOW, Expected, Key
 from .checkpoints import (
-    StoredCheckpoints,
-    StoredNodes,
-    WindowCheckpoint,
+    StoredRecords,
     WindowSegment,
     parts_of,
     states_in,
@@ -99,62 +97,6 @@ class RestoreStep:
     segment: WindowSegment | None = None
 
 
-class HeldBlocks:
-    """The blocks of a whole path, in memory or to be filled, held until release(), and the states
-    in `states`.
-
-    blocks   for each missing node of the plan, its blocks to be.
-    rings    ids of the blocks of each window group.
-    """
-
-    def __init__(
-        self,
-        admission: Admission,
-        full_groups: Sequence[int],
-        windows: WindowCheckpoint,
-        plan: RestorePlan,
-    ) -> None:
-        """Raises PoolExhaustedError if they do not fit, and holds nothing then."""
-        self._pool = pool = admission.pool
-        self._tables = [pool.open_table(group) for group in full_groups]
-        self._ring_tables = (
-            [pool.open_table(group) for group in windows.sizes] if plan.node is not None else []
-        )
-        self.states: dict[int, list[Any]] = {}
-        for index, table in enumerate(self._tables):
-            pool.append_shared(
-                table,
-                [node.residency.blocks[index][1] for node in plan.path if node.residency.in_memory],
-            )
-        counts = [len(plan.missing)] * len(full_groups) + (
-            windows.counts(plan.position) if self._ring_tables else []
-        )
-        first = [len(table) for table in self._tables]
-        try:
-            admission.ensure_states(admission.arena.spec.state_bytes(plan.position))
-            admission.reserve([*self._tables, *self._ring_tables], counts)
-        except PoolExhaustedError:
-            self.release()
-            raise
-        for table, count in zip([*self._tables, *self._ring_tables], counts, strict=True):
-            pool.extend(table, count)
-        taken = [
-            [(table.group, i) for i in table.ids[start:]]
-            for table, start in zip(self._tables, first, strict=True)
-        ]
-        self.blocks: list[tuple[Owned, ...]] = (
-            list(zip(*taken, strict=True)) if taken else [()] * len(plan.missing)
-        )
-
-    @property
-    def rings(self) -> dict[int, list[int]]:
-        return {table.group: table.ids for table in self._ring_tables}
-
-    def release(self) -> None:
-        for table in [*self._tables, *self._ring_tables]:
-            self._pool.release(table)
-
-
 class _Scratch:
     """Memory that one record after the other is read into: allocating takes longer than reading."""
 
@@ -181,27 +123,28 @@ class RestoreJob:
     is_shared   whether what was read is shared, and nothing else will be.
     """
 
-    def __init__(
-        self, restores: Restores, number: int, plan: RestorePlan, held: HeldBlocks
-    ) -> None:
+    def __init__(self, restores: Restores, number: int, plan: RestorePlan) -> None:
+        """Raises PoolExhaustedError if the blocks do not fit, and holds nothing then."""
         self.number = number
         self.plan = plan
         self.n_bytes = restores.size_of(plan)
+        # Ids of the blocks of each window group, and the states that were read.
+        self.rings: dict[int, list[int]] = {}
+        self.states: dict[int, list[Any]] = {}
         self._restores = restores
-        self._held = held
-        steps = [
-            RestoreStep(Key(BLOCK, n.hash), n, block=b)
-            for n, b in zip(plan.missing, held.blocks, strict=True)
+        self._pool = restores.admission.pool
+        blocks = self._hold_blocks()
+        self._steps = [
+            RestoreStep(Key(BLOCK, node.hash), node, block)
+            for node, block in zip(plan.missing, blocks, strict=True)
         ]
         if plan.node is not None:
-            records = restores.checkpoints.records(plan.node, plan.position)
-            steps += [
+            self._steps += [
                 RestoreStep(key, segment.node, segment=segment if key.kind == WINDOW else None)
-                for key, segment in records
+                for key, segment in restores.records.records_at(plan.node, plan.position)
             ]
-        self._steps = steps
-        self._to_read: Iterator[RestoreStep] = iter(steps)
-        self.total, self.proven, self.shared = len(steps), 0, 0
+        self._to_read = iter(self._steps)
+        self.total, self.proven, self.shared = len(self._steps), 0, 0
         self.has_failed = self.is_shared = False
         self._reading: deque[tuple[RestoreStep, futures.Future[RecordData], _Scratch]] = deque()
         self._unused: list[_Scratch] = []
@@ -210,6 +153,37 @@ class RestoreJob:
         config = restores.store.config
         self._ahead = max(AT_ONCE, min(config.ahead_records, config.ahead_bytes // max(1, block)))
         self._busy = Busy()
+
+    def _hold_blocks(self) -> list[tuple[Owned, ...]]:
+        """Hold the blocks of the whole path, in memory or to be filled. Returns those of each
+        missing node.
+        """
+        plan, pool, admission = self.plan, self._pool, self._restores.admission
+        windows, groups = self._restores.records.rings, self._restores.index.full_groups
+        full = [pool.open_table(group) for group in groups]
+        rings = [pool.open_table(group) for group in windows.sizes if plan.node is not None]
+        self._tables = [*full, *rings]
+        cached = [node.residency.blocks for node in plan.path if node.residency.in_memory]
+        for index, table in enumerate(full):
+            pool.append_shared(table, [blocks[index][1] for blocks in cached])
+        counts = [len(plan.missing)] * len(full) + (windows.counts(plan.position) if rings else [])
+        try:
+            admission.ensure_states(admission.arena.spec.state_bytes(plan.position))
+            admission.reserve(self._tables, counts)
+        except PoolExhaustedError:
+            self._release_blocks()
+            raise
+        for table, count in zip(self._tables, counts, strict=True):
+            pool.extend(table, count)
+        self.rings = {table.group: table.ids for table in rings}
+        return [
+            tuple((table.group, table.ids[len(cached) + number]) for table in full)
+            for number in range(len(plan.missing))
+        ]
+
+    def _release_blocks(self) -> None:
+        for table in self._tables:
+            self._pool.release(table)
 
     @property
     def done(self) -> int:
@@ -270,7 +244,7 @@ class RestoreJob:
             found = reading.result()
             self._busy.between(found.begun, found.ended)
             begun = time.perf_counter()
-            self._restores.copy_into_pool(step, found, self.plan, self._held)
+            self._restores.copy_into_pool(step, found, self)
             self._busy.between(begun, time.perf_counter(), found.record.nbytes)
         except (BadRecordError, OSError, MemoryError, futures.CancelledError) as error:
             self._fail(step.key, error)
@@ -290,7 +264,7 @@ class RestoreJob:
         if is_last:
             self._reading.clear()
         if records == self.total:
-            self._restores.complete(self.plan, self._held, self._busy)
+            self._restores.complete(self, self._busy)
 
     def let_go(self) -> None:
         """Release the blocks of a restore that no request waits for.
@@ -302,7 +276,7 @@ class RestoreJob:
 
     def release(self) -> None:
         """Release the blocks: from now on they are evictable like any others."""
-        self._held.release()
+        self._release_blocks()
         self._restores.arriving -= self.plan.arriving
         self._restores.num_released += 1
         if self in self._restores.jobs:
@@ -394,7 +368,7 @@ class NoRestores:
 
 
 class Restores(NoRestores):
-    """Reads the records of `nodes` and `checkpoints` back into the pool.
+    """Reads `records` back into the pool.
 
     rates          how fast prompts are computed and records read, as measured here.
     num_begun      restores begun.                 num_restored   tokens restored.
@@ -402,12 +376,9 @@ class Restores(NoRestores):
     num_cheaper    prompts that were computed because reading them would have taken longer.
     """
 
-    def __init__(
-        self, nodes: StoredNodes, checkpoints: StoredCheckpoints, admission: Admission
-    ) -> None:
-        self.checkpoints = checkpoints
-        self.store, self.index, self.arena = checkpoints.store, checkpoints.index, checkpoints.arena
-        self.ledger = checkpoints.ledger
+    def __init__(self, records: StoredRecords, admission: Admission) -> None:
+        self.records = records
+        self.store, self.index, self.arena = records.store, records.index, records.arena
         self.admission = admission
         self.rates = Rates(slow_seconds=self.store.config.slow_seconds)
         self.jobs: list[RestoreJob] = []
@@ -418,7 +389,6 @@ class Restores(NoRestores):
         self.clock = time.monotonic
         # The last completed read, while others are under way; no reads before the other time.
         self.last_arrival = self._paused_until = self.clock()
-        self._nodes = nodes
         # Ends of matches that are faster to compute than to read, as planned last.
         self._cheaper: WeakSet[Node] = WeakSet()
         # The arrays of a block of this many tokens, and the parts of its record.
@@ -459,7 +429,7 @@ class Restores(NoRestores):
             if tokens > 0:
                 yield RestorePlan(path, missing, have, tokens)
             return
-        for node, position in self.checkpoints.positions(match.path, most, have):
+        for node, position in self.records.positions(match.path, most, have):
             path = [n for n in match.path if n.start < position]
             if all(map(_is_cached, path)):
                 missing = [n for n in path if not n.residency.in_memory]
@@ -480,9 +450,7 @@ class Restores(NoRestores):
 
     def _keys(self, plan: RestorePlan) -> list[Key]:
         keys = [Key(BLOCK, node.hash) for node in plan.missing]
-        return (
-            keys if plan.node is None else [*keys, *self.checkpoints.keys(plan.node, plan.position)]
-        )
+        return keys if plan.node is None else [*keys, *self.records.keys(plan.node, plan.position)]
 
     def use(self, path: Sequence[Node]) -> None:
         if path:
@@ -497,8 +465,8 @@ class Restores(NoRestores):
         """Note a path as used now: the budget drops records that were used longer ago first."""
         keys = [Key(BLOCK, node.hash) for node in path if node.residency.on_disk]
         checkpoints = path and self.arena.spec.needs_checkpoints
-        found = self.checkpoints.find(path, path[-1].end) if checkpoints else None
-        self.store.touch(keys if found is None else [*keys, *self.checkpoints.keys(*found)])
+        found = self.records.find(path, path[-1].end) if checkpoints else None
+        self.store.touch(keys if found is None else [*keys, *self.records.keys(*found)])
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -507,9 +475,8 @@ class Restores(NoRestores):
         if not self._is_waiting:
             # The disk's time to answer begins now.
             self.last_arrival = self.clock()
-        held = HeldBlocks(self.admission, self.index.full_groups, self.checkpoints.rings, plan)
+        job = RestoreJob(self, self.num_begun + 1, plan)
         self.num_begun += 1
-        job = RestoreJob(self, self.num_begun, plan, held)
         self.arriving |= plan.arriving
         self.jobs.append(job)
         job.read_ahead()
@@ -548,20 +515,18 @@ class Restores(NoRestores):
                 Expected(self.store.namespace, BLOCK, step.node.hash, parts), into
             )
         # States stay where they are read: arrays may be made where the bytes are.
-        return self.checkpoints.read(step.key, into if step.key.kind == WINDOW else None)
+        return self.records.read(step.key, into if step.key.kind == WINDOW else None)
 
-    def copy_into_pool(
-        self, step: RestoreStep, found: RecordData, plan: RestorePlan, held: HeldBlocks
-    ) -> None:
-        """Put a step's record into held blocks.
+    def copy_into_pool(self, step: RestoreStep, found: RecordData, job: RestoreJob) -> None:
+        """Put a step's record into the blocks that a job holds.
 
-        Raises BadRecordError if it is not what the plan needs.
+        Raises BadRecordError if it is not what its plan needs.
         """
         node = step.node
         if step.segment is not None:
-            self.checkpoints.put_back(step.segment, found, plan.position, held.rings)
+            self.records.put_back(step.segment, found, job.plan.position, job.rings)
         elif step.key.kind == STATE:
-            held.states.update(states_in(found, self.arena))
+            job.states.update(states_in(found, self.arena))
         else:
             arrays = [
                 c.array(v)
@@ -592,24 +557,22 @@ class Restores(NoRestores):
         self.num_unread += 1
         if isinstance(error, BadRecordError | FileNotFoundError):
             self.store.gone(key)
-            self._nodes.forget(self.ledger.lost([key]))
+            self.records.forget(self.records.ledger.lost([key]))
         else:
             self.store.put_off(key)
 
-    def complete(self, plan: RestorePlan, held: HeldBlocks, busy: Busy) -> None:
-        """All records of a plan are in memory: its position can be resumed, unless it was
+    def complete(self, job: RestoreJob, busy: Busy) -> None:
+        """All records of a job are in memory: its position can be resumed, unless it was
         dropped or computed meanwhile.
         """
         self.rates.restored(busy.amount, busy.seconds)
-        node, position = plan.node and plan.node.latest, plan.position
+        node, position = job.plan.node and job.plan.node.latest, job.plan.position
         if node is None or not node.is_in_trie or position in node.residency.checkpoints:
             return
         with suppress(PoolExhaustedError):
             self.admission.ensure_states(self.arena.spec.state_bytes(position))
-            rings = self.checkpoints.rings.indices(position, held.rings)
-            self.index.add_checkpoint(
-                node, Checkpoint(position, rings, held.states, is_queued=True)
-            )
+            rings = self.records.rings.indices(position, job.rings)
+            self.index.add_checkpoint(node, Checkpoint(position, rings, job.states, is_queued=True))
 
 
 def _is_cached(node: Node) -> bool:

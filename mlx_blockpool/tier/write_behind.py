@@ -26,8 +26,7 @@ from ..store.record import BLOCK, Key, Record
 from .checkpoints import (
     CheckpointWrite,
     Ledger,
-    StoredCheckpoints,
-    StoredNodes,
+    StoredRecords,
     WriteQueue,
     record_of,
 )
@@ -109,8 +108,8 @@ class DiskTier:
 class StoredPrefixes(DiskTier):
     """The prefixes of `index` that `store` has on disk.
 
-    nodes, checkpoints   those that are on disk.
-    ledger               which records count as on disk.
+    records   those that are on disk.
+    ledger    which records count as on disk.
     """
 
     restores: Restores
@@ -122,22 +121,21 @@ class StoredPrefixes(DiskTier):
         self.arena = arena
         self.store = store
         self.ledger = self._open_ledger()
-        self.checkpoints = StoredCheckpoints(index, arena, store, self.ledger)
-        self.nodes = StoredNodes(index, self.checkpoints, store)
+        self.records = StoredRecords(index, arena, store, self.ledger)
         self.restores = self._open_restores(admission)
         self._path = WrittenPath()
         # Partial blocks rest.
         self.queue = WriteQueue[Node]()
-        records = self.ledger.open()
-        self.nodes.load(records)
+        found = self.ledger.open()
+        self.records.load(found)
         self._settle()
-        self.nodes.forget(self.ledger.lost(store.settle(self.nodes.by_need(records))))
+        self.records.forget(self.ledger.lost(store.settle(self.records.by_need(found))))
 
     def _open_ledger(self) -> Ledger:
         return Ledger(self.store)
 
     def _open_restores(self, admission: Admission) -> Restores:
-        return Restores(self.nodes, self.checkpoints, admission)
+        return Restores(self.records, admission)
 
     @property
     def is_writing(self) -> bool:
@@ -161,7 +159,7 @@ class StoredPrefixes(DiskTier):
             self.enqueue(node)
             for checkpoint in list(node.residency.checkpoints.values()):
                 if whole or (not checkpoint.is_queued and checkpoint.position <= path.tokens):
-                    self.checkpoints.enqueue(checkpoint)
+                    self.records.enqueue(checkpoint)
 
     def write_behind(self, limit: int | None = None, at_once: bool = False) -> None:
         self._settle()
@@ -182,8 +180,8 @@ class StoredPrefixes(DiskTier):
 
     def _write_checkpoints(self, limit: int, now: float) -> None:
         """write_behind() for the records of checkpoints that are due at `now`."""
-        while limit > 0 and self.checkpoints.queue.first_due(now) is not None and self.ledger.takes:
-            write = self.checkpoints.next_write(now)
+        while limit > 0 and self.records.queue.first_due(now) is not None and self.ledger.takes:
+            write = self.records.next_write(now)
             reached = write is not None and self._ensure_on_disk(write)
             if write is None or reached is None:
                 return
@@ -191,9 +189,9 @@ class StoredPrefixes(DiskTier):
             if written is None:
                 return
             if written:
-                self.checkpoints.written(write)
+                self.records.written(write)
             else:
-                self.checkpoints.queue.discard(write.checkpoint)
+                self.records.queue.discard(write.checkpoint)
             limit -= written
 
     def write_tails(self) -> None:
@@ -203,7 +201,7 @@ class StoredPrefixes(DiskTier):
     def write_out(self) -> Iterator[None]:
         until = time.monotonic() + self.store.config.flush_seconds
         while (
-            (self.queue or self.checkpoints.queue or self.is_writing)
+            (self.queue or self.records.queue or self.is_writing)
             and self.store.problem is None
             and time.monotonic() < until
         ):
@@ -226,7 +224,7 @@ class StoredPrefixes(DiskTier):
         tokens = min(at_most, path[-1].end) if path else 0
         if not self.arena.spec.needs_checkpoints:
             return tokens
-        found = self.checkpoints.find(path, tokens)
+        found = self.records.find(path, tokens)
         return 0 if found is None else found[1]
 
     def size(self, node: Node) -> int:
@@ -243,7 +241,7 @@ class StoredPrefixes(DiskTier):
         return [self.ledger.takes, *begun]
 
     def report(self) -> dict[str, Any]:
-        restores, queues = self.restores, (self.queue, self.checkpoints.queue)
+        restores, queues = self.restores, (self.queue, self.records.queue)
         figures = {
             "pending": sum(len(queue.pending) for queue in queues),
             "resting": sum(len(queue.resting) for queue in queues),
@@ -270,7 +268,7 @@ class StoredPrefixes(DiskTier):
 
     def _num_unwritten(self) -> int:
         nodes = sum(not node.residency.on_disk for node in self.index.trie)
-        return nodes + len(self.checkpoints.queue)
+        return nodes + len(self.records.queue)
 
     def _is_writable(self, node: Node) -> bool:
         parent = node.parent
@@ -316,7 +314,7 @@ class StoredPrefixes(DiskTier):
         end = node
         if checkpoint is not None:
             end, position = checkpoint.checkpoint.node, checkpoint.checkpoint.position
-            spared.update(dict.fromkeys(self.checkpoints.keys(end, position)))
+            spared.update(dict.fromkeys(self.records.keys(end, position)))
         if not self._path.extend_to(end):
             self._touch_path()
             self._path.begin(end)
@@ -326,7 +324,7 @@ class StoredPrefixes(DiskTier):
         accepted = self.store.accept(
             record, ChainMap(self._path.keys, spared), anew=record.kind != BLOCK
         )
-        self.nodes.forget(self.ledger.lost(accepted.dropped))
+        self.records.forget(self.ledger.lost(accepted.dropped))
         if accepted.refusal is not None:
             return self.ledger.refused(record, accepted.refusal)
         if accepted.is_new:
@@ -334,7 +332,7 @@ class StoredPrefixes(DiskTier):
                 record,
                 self._copy(node)
                 if checkpoint is None or record.kind == BLOCK
-                else self.checkpoints.copy(checkpoint),
+                else self.records.copy(checkpoint),
             )
         self._path.is_touched = False
         return self.ledger.size(record)
@@ -360,14 +358,14 @@ class StoredPrefixes(DiskTier):
         """
         self.write_again(self.ledger.lost(self.store.poll(), again=True))
         changes = self.store.take_changes()
-        self.nodes.forget(self.ledger.lost(changes.lost))
-        self.nodes.remove_unreachable()
-        self.nodes.follow(changes.found if self.ledger.follows else ())
+        self.records.forget(self.ledger.lost(changes.lost))
+        self.records.remove_unreachable()
+        self.records.follow(changes.found if self.ledger.follows else ())
 
     def write_again(self, keys: Sequence[Key]) -> None:
         """Queue records that are not on disk after all."""
         nodes = [self.index.trie.node(key.hash) for key in keys if key.kind == BLOCK]
-        self.nodes.forget(keys, again=True)
+        self.records.forget(keys, again=True)
         for node in nodes:
             if node is not None:
                 self.enqueue(node)

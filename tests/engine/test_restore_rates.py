@@ -103,7 +103,7 @@ def test_windows_and_states_are_weighed_too(tmp_path: Path, name: str) -> None:
     slow = Rates()
     slow.computed(wanted.tokens, 1)
     slow.restored(
-        sum(map(machine.store.size, machine.stored.checkpoints.keys(wanted.node, wanted.position))),
+        sum(map(machine.store.size, machine.stored.records.keys(wanted.node, wanted.position))),
         1,
     )
     machine.stored.restores.rates = slow

@@ -99,7 +99,7 @@ class Member(Life):
         pending = [
             node.hash[:4].hex() for node in [*self.stored.queue.pending, *self.stored.queue.resting]
         ]
-        checkpoints = [checkpoint.position for checkpoint in self.stored.checkpoints.queue.pending]
+        checkpoints = [checkpoint.position for checkpoint in self.stored.records.queue.pending]
         return [nodes, order, pending, checkpoints, *self.prefix.figures()]
 
     def files(self) -> set[str]:

@@ -102,10 +102,10 @@ def test_a_state_that_is_forgotten_before_it_is_read_is_a_miss(tmp_path: Path) -
     plan = wanted(again, prompt)
     assert plan.node is not None
     job = again.stored.restores.begin(plan)
-    for key in again.stored.checkpoints.keys(plan.node, plan.position):
+    for key in again.stored.records.keys(plan.node, plan.position):
         again.store.gone(key)
-        again.stored.checkpoints.forget(key)
-        again.stored.checkpoints.read(key)
+        again.stored.records.forget([key])
+        again.stored.records.read(key)
     while not job.advance():
         pass
     again.check()

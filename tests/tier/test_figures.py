@@ -28,12 +28,12 @@ def answer_as(life: Life, agent: str) -> None:
 
 
 def lose_block(life: Life, number: int) -> None:
-    life.stored.nodes.forget([Key(BLOCK, life.prefix.match(PROMPT).path[number].hash)])
+    life.stored.records.forget([Key(BLOCK, life.prefix.match(PROMPT).path[number].hash)])
 
 
 def lose_state(life: Life, position: int) -> None:
-    life.stored.nodes.forget(
-        life.stored.checkpoints.keys(life.prefix.match(PROMPT).path[1], position)
+    life.stored.records.forget(
+        life.stored.records.keys(life.prefix.match(PROMPT).path[1], position)
     )
 
 

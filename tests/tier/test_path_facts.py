@@ -210,6 +210,6 @@ def test_a_record_that_was_noted_at_an_edge_that_went_is_forgotten_at_the_other_
     record = Key(kind, life.prefix.match(system).hashes[-1])
     PathFacts(life.prefix).apply(Uncache(name_of(life.prefix.match(gone).detached()), 1))
     assert has_record(other)
-    life.stored.nodes.forget([record])
+    life.stored.records.forget([record])
     assert not has_record(other)
     assert life.prefix.close()
