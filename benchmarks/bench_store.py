@@ -30,7 +30,8 @@ from mlx_blockpool.kv.capabilities import RAGGED
 from mlx_blockpool.prefix.trie import Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agents import Agents
-from mlx_blockpool.store.hashing import prefix_hash
+from mlx_blockpool.store.hashing import edge_hash
+from mlx_blockpool.store.hashing import encode as edge_of
 from mlx_blockpool.store.identity import SETTLED_SECONDS, Digests, identity
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.prompt_store import PromptStore
@@ -222,11 +223,11 @@ def place(folder: Path, namespace: str, tokens: list[int], parts: tuple[Part, ..
     """The records of a sequence, without a server and without a sync."""
     parent, found = Trie(namespace).root.hash, []
     for start in range(0, len(tokens), BLOCK_TOKENS):
-        edge = tuple(tokens[start : start + BLOCK_TOKENS])
+        edge = edge_of(tokens[start : start + BLOCK_TOKENS])
         record = Record(
             BLOCK,
             namespace,
-            prefix_hash(parent, edge),
+            edge_hash(parent, edge),
             parent,
             start,
             edge,

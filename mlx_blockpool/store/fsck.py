@@ -14,14 +14,13 @@ import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 from ..config import StoreConfig
 from ..formatting import progress
 from .fs import TEMPORARY, Disk
-from .hashing import TOKEN_BYTES, encode
 from .headers import Headers
 from .paths import KINDS, MODEL_FILE
 from .quarantine import ASIDE, Quarantine
@@ -37,28 +36,11 @@ _OWN = re.compile(
 
 
 @dataclass(frozen=True)
-class RecordPlace:
-    """The place that a good record's header names: `tokens`, as bytes, from `start` on after the
-    prefix `parent`.
-    """
-
-    kind: str
-    hash: bytes
-    parent: bytes
-    start: int
-    tokens: bytes
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens) // TOKEN_BYTES
-
-
-@dataclass(frozen=True)
 class Judged:
-    """A file and its header, or what is wrong with it; neither if it is gone."""
+    """A file and its header without the parts, or what is wrong with it; neither if it is gone."""
 
     file: File
-    header: RecordPlace | None = None
+    header: Record | None = None
     problem: str | None = None
 
 
@@ -72,7 +54,7 @@ def judge(
     """
     used = disk or Disk()
     headers = _noted(files) if noted else {}
-    yield from (Judged(file, _place(headers[file])) for file in files if file in headers)
+    yield from (Judged(file, headers[file]) for file in files if file in headers)
     readers = ThreadPoolExecutor(READERS)
     try:
         rest = [file for file in files if file not in headers]
@@ -123,12 +105,8 @@ def _noted(files: Sequence[File]) -> dict[File, Record]:
 def _judge(disk: Disk, file: File, with_data: bool) -> Judged:
     found = inspect(disk, file.path, file.namespace, with_data)
     if isinstance(found, Record):
-        return Judged(file, _place(found))
+        return Judged(file, replace(found, parts=(), checksums=()))
     return Judged(file, problem=None if isinstance(found, FileNotFoundError) else str(found))
-
-
-def _place(record: Record) -> RecordPlace:
-    return RecordPlace(record.kind, record.hash, record.parent, record.start, encode(record.tokens))
 
 
 def set_aside(root: Path, path: Path, problem: str) -> None:

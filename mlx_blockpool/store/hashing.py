@@ -21,11 +21,6 @@ def edge_hash(parent: bytes, edge: bytes) -> bytes:
     return hashlib.blake2b(parent + edge, digest_size=32).digest()
 
 
-def prefix_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """edge_hash() of token ids."""
-    return edge_hash(parent, encode(tokens))
-
-
 def encode(tokens: Sequence[int]) -> bytes:
     """Token ids as bytes: compared and hashed many times faster than a list, and struct packs
     faster than array or numpy.

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from .db import DATABASE_FILE, Database, stamp_text
 from .fs import Stamp
-from .hashing import decode, edge_hash, encode
+from .hashing import edge_hash
 from .paths import folder_of, key_of
 from .record import VERSION, Record
 
@@ -89,7 +89,7 @@ class Headers:
                 key.hash,
                 parent,
                 start,
-                tuple(decode(tokens)),
+                tokens,
                 (),
                 _extra(extra),
             )
@@ -102,7 +102,7 @@ class Headers:
         facts = (
             record.start,
             record.parent,
-            encode(record.tokens),
+            record.tokens,
             extra,
             _checksum(name, record.start, extra),
         )

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ..errors import BadRecordError
 from .fs import Disk, Into
-from .hashing import prefix_hash
+from .hashing import edge_hash
 from .paths import KINDS
 from .quarantine import Quarantine
 from .record import MAX_HEADER_BYTES, Expected, Record, decode_header, header_size, need
@@ -152,7 +152,7 @@ def _checked(record: Record, path: Path, size: int, header: int, expected: Expec
         record.nbytes,
         f"at most {expected.max_bytes}",
     )
-    named = prefix_hash(record.parent, record.tokens)
+    named = edge_hash(record.parent, record.tokens)
     need(named == record.hash, "parent and tokens of hash", named.hex(), record.hash.hex())
     if expected.parts is not None and record.parts is not expected.parts:
         need(

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS, ITEM_BYTES
 from .fs import Buffer
+from .hashing import TOKEN_BYTES, decode
+from .hashing import encode as encode_tokens
 
 FORMAT = "mlx-blockpool"
 VERSION = 2
@@ -72,7 +74,7 @@ class Record:
 
     kind, namespace  of its parts, and of the weights and settings that computed them.
     hash, parent     names of the prefix with and without `tokens`; 32 bytes each.
-    start, tokens    absolute position of the first token, and at most 256 token ids of 64 bits.
+    start, tokens    absolute position of the first token, and at most 256 token ids as bytes.
     extra            further facts about the parts, ASCII.
     checksums        CRC-32 of each part; `encode` works them out.
     """
@@ -82,7 +84,7 @@ class Record:
     hash: bytes
     parent: bytes
     start: int
-    tokens: tuple[int, ...]
+    tokens: bytes
     parts: tuple[Part, ...]
     extra: Mapping[str, str] = field(default_factory=dict)
     checksums: tuple[int, ...] = ()
@@ -91,6 +93,11 @@ class Record:
     def nbytes(self) -> int:
         """Bytes of data, without the header."""
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens) // TOKEN_BYTES
 
     @property
     def key(self) -> Key:
@@ -182,7 +189,14 @@ def decode_header(data: Buffer, parts: tuple[Part, ...] | None = None) -> Record
                 "others",
                 "those of the header, without gaps",
             )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+    ) as error:
         raise BadRecordError(
             f"The header is not that of a record: {type(error).__name__} ({error})."
         ) from None
@@ -230,7 +244,7 @@ def _metadata(record: Record) -> dict[str, str]:
         "hash": record.hash.hex(),
         "parent": record.parent.hex(),
         "start": str(record.start),
-        "tokens": " ".join(map(str, record.tokens)),
+        "tokens": " ".join(map(str, decode(record.tokens))),
         "crc32": " ".join(f"{checksum:08x}" for checksum in record.checksums),
     } | {_EXTRA + key: record.extra[key] for key in sorted(record.extra)}
 
@@ -252,7 +266,7 @@ def _parse(entries: Any, parts: tuple[Part, ...] | None = None) -> Record:
         hash=bytes.fromhex(metadata["hash"]),
         parent=bytes.fromhex(metadata["parent"]),
         start=int(metadata["start"]),
-        tokens=tuple(map(int, metadata["tokens"].split())),
+        tokens=encode_tokens([int(token) for token in metadata["tokens"].split()]),
         parts=parts,
         extra={
             key.removeprefix(_EXTRA): value
@@ -278,16 +292,8 @@ def _checked(record: Record) -> Record:
     for digest in (record.hash, record.parent):
         need(len(digest) == HASH_BYTES, "bytes of a hash", len(digest), HASH_BYTES)
     need(0 <= record.start < 1 << 63, "start", record.start, "a position of at most 64 bits")
-    need(
-        len(record.tokens) <= BLOCK_TOKENS, "tokens", len(record.tokens), f"at most {BLOCK_TOKENS}"
-    )
-    lowest, highest = min(record.tokens, default=0), max(record.tokens, default=0)
-    need(
-        -(1 << 63) <= lowest <= highest < 1 << 63,
-        "tokens",
-        f"{lowest} to {highest}",
-        "integers of 64 bits",
-    )
+    count = record.end - record.start
+    need(count <= BLOCK_TOKENS, "tokens", count, f"at most {BLOCK_TOKENS}")
     need(
         len(record.checksums) == len(record.parts),
         "checksums",

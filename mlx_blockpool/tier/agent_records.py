@@ -23,10 +23,10 @@ from ..prefix.trie import Node, PrefixRef, Trie, records_of
 from ..store import fsck
 from ..store.agents import Agent, Agents, shown
 from ..store.fs import safe_name
-from ..store.fsck import Judged, RecordPlace
+from ..store.fsck import Judged
 from ..store.hashing import TOKEN_BYTES
 from ..store.paths import FOLDERS
-from ..store.record import BLOCK, Key
+from ..store.record import BLOCK, Key, Record
 from ..store.scan import File, Listing
 
 
@@ -82,7 +82,7 @@ class StoredPaths:
         for place, file in sorted(
             places, key=lambda found: (found[0].kind != BLOCK, found[0].start, -found[0].end)
         ):
-            self._files[Key(place.kind, place.hash)] = file
+            self._files[place.key] = file
             parent = full.get(place.parent)
             if place.start == 0:
                 parent = self._roots.setdefault(place.parent, Node(None, 0, b"", place.parent))
@@ -94,7 +94,7 @@ class StoredPaths:
             self._paths, {end for end in self._ends if self._trie.node(end) is not None}
         )
 
-    def _add(self, parent: Node, place: RecordPlace) -> Node | None:
+    def _add(self, parent: Node, place: Record) -> Node | None:
         """The edge of a record, or the first one that begins with its tokens."""
         node = self._trie.child(parent, place.tokens)
         if place.kind != BLOCK and node is not None:

@@ -28,7 +28,7 @@ from ..prefix.index import KVIndex
 from ..prefix.trie import Checkpoint, Node, positions
 from ..spec import BLOCK_TOKENS, StateLayer, WindowLayer, blocks_for, safetensors_name
 from ..store.fs import Into
-from ..store.hashing import TOKEN_BYTES, decode, encode
+from ..store.hashing import TOKEN_BYTES
 from ..store.limits import OVER_BUDGET
 from ..store.prompt_store import PromptStore
 from ..store.reader import RecordData
@@ -370,13 +370,14 @@ class StoredRecords:
             or not (parent.parent is None or parent.is_full)
         ):
             return
-        edge = encode(record.tokens)
-        child = self.index.trie.child(parent, edge)
+        child = self.index.trie.child(parent, record.tokens)
         # Later, a shorter edge is the end of a conversation that continues in this process.
         if child is None and (
-            at_start or not any(edge.startswith(other.tokens) for other in parent.children)
+            at_start or not any(record.tokens.startswith(other.tokens) for other in parent.children)
         ):
-            child = self.index.add(parent, edge, None, record.extra.get("kind", "assistant"))
+            child = self.index.add(
+                parent, record.tokens, None, record.extra.get("kind", "assistant")
+            )
         elif at_start:
             self.index.unreachable.append(record.key)
             return
@@ -391,12 +392,11 @@ class StoredRecords:
         Returns whether it belongs to any node on disk.
         """
         parent = self._parent_of(record)
-        node = None if parent is None else self.index.trie.child(parent, encode(record.tokens))
+        node = None if parent is None else self.index.trie.child(parent, record.tokens)
         cut = _cut_of(record)
         if node is None or node.start != record.start or (record.kind == WINDOW and cut is None):
             return False
-        end = node.start + len(record.tokens)
-        self._add(record.key, node, end, end if cut is None else cut)
+        self._add(record.key, node, record.end, record.end if cut is None else cut)
         return True
 
     # -- writing -----------------------------------------------------------------------------------
@@ -631,7 +631,7 @@ def record_of(
 
     The first record under a salt names it.
     """
-    parent, tokens = node.parent, tuple(decode(node.tokens)[: end - node.start])
+    parent, tokens = node.parent, node.tokens[: (end - node.start) * TOKEN_BYTES]
     assert parent is not None
     salt = {SALT: parent.salt.hex()} if parent.salt and parent.parent is None else {}
     return Record(

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from store.disks import QuickDisk
 from store.records import PARTS as BLOCK_PARTS
-from store.records import make_buffers
+from store.records import make_buffers, prefix_hash
 from store.stores import NAMESPACE, open_store
 
 from mlx_blockpool.prefix.trie import Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agents import Agent, Agents
 from mlx_blockpool.store.fs import write_whole
-from mlx_blockpool.store.hashing import prefix_hash
+from mlx_blockpool.store.hashing import encode as edge_of
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, encode, file_size
@@ -36,7 +36,9 @@ def chain(start: int, count: int, namespace: str = NAMESPACE, kind: str = BLOCK)
         parent = records[-1].hash if records else ROOT
         tokens = (start, n)
         records.append(
-            Record(kind, namespace, prefix_hash(parent, tokens), parent, 2 * n, tokens, PARTS)
+            Record(
+                kind, namespace, prefix_hash(parent, tokens), parent, 2 * n, edge_of(tokens), PARTS
+            )
         )
     return records
 
@@ -101,7 +103,7 @@ def path_of(tokens: Sequence[int], namespace: str = NAMESPACE) -> list[Record]:
                 prefix_hash(parent, edge),
                 parent,
                 start,
-                edge,
+                edge_of(edge),
                 BLOCK_PARTS,
                 {"kind": "assistant"},
             )

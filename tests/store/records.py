@@ -11,6 +11,7 @@ from store.disks import StillDisk
 
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.hashing import encode as edge_of
 from mlx_blockpool.store.reader import read
 from mlx_blockpool.store.record import Expected, Part, Record, encode
 
@@ -37,7 +38,9 @@ def make_record(
     parts: tuple[Part, ...] = PARTS,
     **extra: str,
 ) -> Record:
-    return Record(kind, namespace, prefix_hash(PARENT, tokens), PARENT, 512, tokens, parts, extra)
+    return Record(
+        kind, namespace, prefix_hash(PARENT, tokens), PARENT, 512, edge_of(tokens), parts, extra
+    )
 
 
 def make_buffers(record: Record, first: int = 1) -> list[bytes]:

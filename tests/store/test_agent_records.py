@@ -246,7 +246,7 @@ class Tree:
 
     def _add(self, line: list[int], rng: random.Random) -> None:
         for record in path_of(line):
-            self.records[BLOCK, tuple(line[: record.start + len(record.tokens)])] = record
+            self.records[BLOCK, tuple(line[: record.end])] = record
         for kind in (WINDOW, STATE):
             if rng.random() < 0.4:
                 end = rng.randrange(1, len(line) + 1)

@@ -13,10 +13,11 @@ import pytest
 from store.chains import ROOT, SIZE, chain, expected_of, file_of, is_right, put, put_all, settled
 from store.clock import Clock
 from store.disks import BrokenDisk
+from store.records import prefix_hash
 from store.stores import NAMESPACE, open_store, record_files, temporaries
 
 from mlx_blockpool.store.db import DATABASE_FILE
-from mlx_blockpool.store.hashing import prefix_hash
+from mlx_blockpool.store.hashing import encode
 from mlx_blockpool.store.record import BLOCK, WINDOW, Part, Record
 
 
@@ -72,7 +73,13 @@ def test_a_refusal_does_not_use_up_the_try(tmp_path: Path, clock: Clock) -> None
     disk.broken.clear()
     clock.now += 31
     large = Record(
-        BLOCK, NAMESPACE, prefix_hash(ROOT, (5,)), ROOT, 0, (5,), (Part("data", "U8", (5000,)),)
+        BLOCK,
+        NAMESPACE,
+        prefix_hash(ROOT, (5,)),
+        ROOT,
+        0,
+        encode((5,)),
+        (Part("data", "U8", (5000,)),),
     )
     assert put(store, large) == "over budget"
     put_all(store, chain(1, 1))

@@ -30,6 +30,7 @@ from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store.agents import Agents
 from mlx_blockpool.store.db import DATABASE_FILE
 from mlx_blockpool.store.fs import TEMPORARY, Disk
+from mlx_blockpool.store.hashing import encode
 from mlx_blockpool.store.paths import MODEL_FILE, folder_of
 from mlx_blockpool.store.reader import check
 from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, file_size
@@ -156,4 +157,8 @@ def test_a_record_is_checked_to_its_last_byte_in_pieces(
 def test_a_record_that_says_it_is_larger_than_any_is_bad() -> None:
     parts = (Part("data", "U8", (1 << 35,)),)
     with pytest.raises(BadRecordError, match="Bytes of data: got"):
-        file_size(Record(BLOCK, NAMESPACE, prefix_hash(b"p" * 32, (1,)), b"p" * 32, 0, (1,), parts))
+        file_size(
+            Record(
+                BLOCK, NAMESPACE, prefix_hash(b"p" * 32, (1,)), b"p" * 32, 0, encode((1,)), parts
+            )
+        )

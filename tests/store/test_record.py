@@ -101,7 +101,7 @@ def test_any_record_is_read_as_it_was_written(
 ) -> None:
     parts = tuple(Part(name, dtype, shape) for name, (dtype, shape) in shapes.items())
     record = Record(
-        "state", "model", prefix_hash(PARENT, tokens), PARENT, start, tokens, parts, extra
+        "state", "model", prefix_hash(PARENT, tokens), PARENT, start, edge_of(tokens), parts, extra
     )
     found, views, *_ = read(
         disk_with(make_file(record), record.file_name),
@@ -131,7 +131,7 @@ def test_safetensors_reads_the_same_bytes(tmp_path: Path) -> None:
     with safetensors.safe_open(path, "numpy") as opened:
         metadata = opened.metadata()
         assert opened.get_tensor("ring").tobytes() == make_buffers(RECORD)[2]
-    assert metadata["tokens"] == " ".join(map(str, RECORD.tokens))
+    assert metadata["tokens"] == " ".join(map(str, range(100, 120)))
     assert metadata["extra.bits"] == "8"
     assert len(metadata["seal"]) == 64
     assert metadata["seal"] != "0" * 64
@@ -184,8 +184,8 @@ def test_other_records_are_not_the_one_that_was_wanted() -> None:
 
 def test_tokens_and_parent_belong_to_the_hash() -> None:
     for change in (
-        {"tokens": (*RECORD.tokens[:-1], 7)},
-        {"tokens": RECORD.tokens[:-1]},
+        {"tokens": RECORD.tokens[:-8] + edge_of([7])},
+        {"tokens": RECORD.tokens[:-8]},
         {"parent": b"p" * 32},
     ):
         record = dataclasses.replace(RECORD, **change)
@@ -215,11 +215,7 @@ def test_equal_records_are_equal_files() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": tuple(range(257))}, "Tokens: got 257, expected at most 256"),
-        (
-            {"tokens": (1 << 63,)},
-            "Tokens: got 9223372036854775808 to 9223372036854775808, expected integers of 64 bits",
-        ),
+        ({"tokens": edge_of(range(257))}, "Tokens: got 257, expected at most 256"),
         ({"hash": b"short"}, "Bytes of a hash: got 5, expected 32"),
         ({"start": -1}, "Start: got -1"),
         ({"namespace": "ü"}, "got 'ü', expected ASCII text"),

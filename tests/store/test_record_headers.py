@@ -166,6 +166,7 @@ def test_headers_that_are_not_as_written_are_told() -> None:
     assert_bad(changed, rewritten(seal=False))
     assert_bad(changed, rewritten(seal=False, start="0512"))
     assert_bad("Parent and tokens of hash", rewritten(tokens="1_0 2"))
+    assert_bad("The header is not that of a record: error", rewritten(tokens=str(1 << 63)))
     for change in ({"data_offsets": [8, 104]}, {"more": 1}):
         assert_bad(changed, rewritten({"layers.0.keys": keys | change}, seal=False))
         assert_bad(moved, rewritten({"layers.0.keys": keys | change}))

@@ -141,7 +141,14 @@ def test_windows_that_were_cut_elsewhere_are_no_common_records(tmp_path: Path) -
 
 def record(kind: str, number: int, cut: str) -> Record:
     return Record(
-        kind, "n", str(number).encode() * 32, b"0" * 32, 0, (1, 2), (), {"cut": cut} if cut else {}
+        kind,
+        "n",
+        str(number).encode() * 32,
+        b"0" * 32,
+        0,
+        bytes(16),
+        (),
+        {"cut": cut} if cut else {},
     )
 
 
