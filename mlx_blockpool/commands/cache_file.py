@@ -7,9 +7,7 @@ The operator is trusted: of a file is believed what its metadata says.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,7 +17,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from ..config import KVBits, PoolConfig, StoreConfig
 from ..demo import model_path
-from ..errors import PoolExhaustedError, StoreError
+from ..errors import StoreError
 from ..formatting import Report, line_of
 from ..kv.arena import KVArena
 from ..kv.build import quantised
@@ -161,11 +159,6 @@ def export(
     assert isinstance(stored, StoredPrefixes)
     try:
         known = list(tokens[: prefix.index.trie.match(tokens, salt).tokens])
-        plan = stored.restores.plan(prefix.match(known, salt), len(known))
-        if plan is not None:
-            # As far as it fits.
-            with suppress(PoolExhaustedError):
-                deque(stored.restores.run(plan), maxlen=0)
         # A hit leaves one token to compute: this one, which is not part of the file.
         hit = prefix.acquire([*known, 0], 0, len(known), salt)
         held = hit.lookup.hit
@@ -317,13 +310,10 @@ def _keep(prefix: TieredPrefixCache, tokens: list[int], caches: list[Any], salt:
     stored = prefix.stored
     assert isinstance(stored, StoredPrefixes)
     prefix.release(tokens, caches, policy=RetentionPolicy(salt=salt))
-    before = -1
     # The store's queue holds only a part at a time.
-    while stored.store.counts["written"] > before:
-        before = stored.store.counts["written"]
-        stored.write_tails()
+    for _ in stored.write_out():
         stored.store.flush()
-        stored.write_behind(0)
+    stored.write_behind(0)
     path = prefix.index.trie.match(tokens, salt).path
     return sum(
         node.end - node.start for node in takewhile(lambda node: node.residency.on_disk, path)

@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -309,20 +308,16 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
 
 def _fix(root: Path, found: StoreFiles) -> list[tuple[Path, OSError]]:
     """Returns what could not be done, and why."""
-    bad = [(judged.file.path, str(judged.problem)) for judged in found.bad]
-    acts: list[tuple[Path, Callable[[], object]]] = [
-        (path, partial(fsck.set_aside, root, path, why)) for path, why in bad
-    ]
-    acts += [
-        (file.path, partial(fsck.remove, [file]))
-        for file in [*found.orphans, *found.listing.leftovers]
-    ]
+    problems = {judged.file: str(judged.problem) for judged in found.bad}
     failed = []
-    for path, act in acts:
+    for file in [*problems, *found.orphans, *found.listing.leftovers]:
         try:
-            act()
+            if file in problems:
+                fsck.set_aside(root, file.path, problems[file])
+            else:
+                fsck.remove([file])
         except OSError as error:
-            failed.append((path, error))
+            failed.append((file.path, error))
     fsck.remove_empty(found.listing.folders)
     return failed
 

@@ -699,21 +699,18 @@ def lay_out(
     Raises PoolExhaustedError, or StateError for a checkpoint, and holds nothing then.
     """
     sequence = SequenceBlocks(admission.arena)
+    rings, states = {}, {}
+    if checkpoint is not None:
+        states = checkpoint.states
+        rings = {
+            group: hit if hit < checkpoint.position else index
+            for group, (_, index) in checkpoint.rings.items()
+        }
     try:
         _append_shared(sequence, match, hit, checkpoint)
         admission.admit(sequence, hit, prompt, total)
-    except PoolExhaustedError:
-        sequence.release()
-        raise
-    if checkpoint is None:
-        return resumed(sequence, hit, {}, {})
-    rings = {
-        group: hit if hit < checkpoint.position else index
-        for group, (_, index) in checkpoint.rings.items()
-    }
-    try:
-        return resumed(sequence, hit, rings, checkpoint.states)
-    except StateError:
+        return resumed(sequence, hit, rings, states)
+    except (PoolExhaustedError, StateError):
         sequence.release()
         raise
 

@@ -146,12 +146,8 @@ class KVIndex:
         self._note(*removed(merged))
         self._note_stored(new)
         for old in merged:
-            for owned in old.residency.ring_blocks:
-                self._readers[owned].pop(old, None)
-                self._readers[owned][new] = None
             residency.merge(old)
-            for checkpoint in residency.checkpoints.values():
-                checkpoint.node = new
+            self._move_checkpoints(old, new, old.end)
             self._uncache(old, old.residency.blocks, ())
             self._leave_ends(old)
         if is_on_disk:

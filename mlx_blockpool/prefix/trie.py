@@ -323,14 +323,13 @@ class Residency:
         self.records = taken | self.records
 
     def merge(self, old: Node) -> None:
-        """Take the checkpoints, pins and records of a shorter edge that this one contains."""
+        """Take the pins and records of a shorter edge that this one contains."""
         shorter = old.residency
-        self.checkpoints |= shorter.checkpoints
         # Where both have a record, that of this edge counts.
         self.records = shorter.records | self.records
         self.pins |= shorter.pins
         self.shorter += [*shorter.shorter, *([old] if shorter.on_disk else [])]
-        shorter.checkpoints, shorter.pins, shorter.shorter = {}, set(), []
+        shorter.pins, shorter.shorter = set(), []
 
 
 def positions(

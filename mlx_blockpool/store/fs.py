@@ -51,8 +51,7 @@ class Stamp(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One name in a directory. `size` is bytes, `modified` seconds since the epoch, `modified_ns`
-    the same exactly.
+    """One name in a directory. `size` is bytes, `modified` seconds since the epoch.
 
     `is_file`: a regular file, neither a link nor a pipe nor a device.
     """
@@ -62,12 +61,7 @@ class Entry(NamedTuple):
     modified: float
     is_directory: bool
     is_file: bool = True
-    modified_ns: int = 0
-    inode: int = 0
-
-    @property
-    def stamp(self) -> Stamp:
-        return Stamp(self.size, self.modified_ns, self.inode)
+    stamp: Stamp | None = None
 
 
 class Disk:
@@ -210,10 +204,13 @@ class Disk:
 
 
 def _entry(name: str, found: os.stat_result) -> Entry:
-    kind = stat.S_IFMT(found.st_mode)
-    is_directory, is_file = kind == stat.S_IFDIR, kind == stat.S_IFREG
     return Entry(
-        name, found.st_size, found.st_mtime, is_directory, is_file, found.st_mtime_ns, found.st_ino
+        name,
+        found.st_size,
+        found.st_mtime,
+        stat.S_ISDIR(found.st_mode),
+        stat.S_ISREG(found.st_mode),
+        Stamp(found.st_size, found.st_mtime_ns, found.st_ino),
     )
 
 

@@ -114,7 +114,7 @@ def set_aside(root: Path, path: Path, problem: str) -> None:
     Quarantine(Disk(), root, StoreConfig().quarantine_bytes).set_aside(path, problem)
 
 
-def remove(files: Iterable[File], disk: Disk | None = None) -> list[File]:
+def remove(files: Iterable[File]) -> list[File]:
     """Unlink regular files with names that the store gives.
 
     Returns those that are gone by it. Raises OSError.
@@ -123,7 +123,7 @@ def remove(files: Iterable[File], disk: Disk | None = None) -> list[File]:
     for file in files:
         with suppress(FileNotFoundError):
             if _OWN.fullmatch(file.name) and stat.S_ISREG(os.lstat(file.path).st_mode):
-                (disk or Disk()).unlink(file.path)
+                os.unlink(file.path)
                 gone.append(file)
     return gone
 

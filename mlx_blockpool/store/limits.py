@@ -42,9 +42,9 @@ class WriteLimits:
     `refused`: bytes of the write that was refused last, until it would be accepted.
     """
 
-    def __init__(self, config: StoreConfig, problems: StoreProblems | None = None) -> None:
+    def __init__(self, config: StoreConfig, problems: StoreProblems) -> None:
         self.is_away = False
-        self._problems = StoreProblems() if problems is None else problems
+        self._problems = problems
         self._config = config
         self._retry_at = 0.0
         self._day = (0, 0)
@@ -61,8 +61,14 @@ class WriteLimits:
 
         `queue_takes`: whether the writer's queue takes them.
         """
-        found = self._refusal(size, queue_takes)
-        self.refused = size if found is not None else None
+        limit, found = self._config.daily_bytes, None
+        if limit is not None and self._today() + size > limit:
+            found = "daily limit"
+        elif not queue_takes:
+            found = "queue full"
+        elif self.is_away or (self.failure is not None and not self.may_retry()):
+            found = "disk failed"
+        self.refused = None if found is None else size
         return found
 
     def over_budget(self, pinned: int) -> str:
@@ -115,16 +121,6 @@ class WriteLimits:
         """The folder can be read again: the next record tries whether it can be written too."""
         if self.is_away:
             self.is_away, self._retry_at = False, 0.0
-
-    def _refusal(self, size: int, queue_takes: bool) -> str | None:
-        limit = self._config.daily_bytes
-        if limit is not None and self._today() + size > limit:
-            return "daily limit"
-        if not queue_takes:
-            return "queue full"
-        if self.is_away or (self.failure is not None and not self.may_retry()):
-            return "disk failed"
-        return None
 
     def _today(self) -> int:
         return self._day[1] if self._day[0] == self._date() else 0

@@ -145,9 +145,6 @@ class AgreedRestores(Restores):
         (records,) = self._ranks.least([job.proven])
         job.commit(records, is_last=True)
 
-    def proved(self, job: RestoreJob) -> None:
-        pass
-
     def attend(self, job: RestoreJob) -> None:
         self._attended.append(job)
 
@@ -196,17 +193,10 @@ class AgreedPrefixes(StoredPrefixes):
     restores: AgreedRestores
 
     def __init__(
-        self, index: KVIndex, arena: KVArena, admission: Admission, store: PromptStore, ranks: Ranks
+        self, records: StoredRecords, restores: AgreedRestores, agreed: AgreedLedger
     ) -> None:
-        self._ranks = ranks
-        super().__init__(index, arena, admission, store)
-
-    def _open_ledger(self) -> Ledger:
-        self.agreed = AgreedLedger(self.store, self._ranks, record_bytes(self.index))
-        return self.agreed
-
-    def _open_restores(self, admission: Admission) -> Restores:
-        return AgreedRestores(self.records, admission, self._ranks)
+        super().__init__(records, restores)
+        self.agreed = agreed
 
     def forget(self, lost: Lost) -> None:
         """Forget records that a rank of the group lacks, on every rank: the others remove their
@@ -241,8 +231,11 @@ def open_tier(
     if store is None:
         return DiskTier()
     if ranks.decides:
-        return StoredPrefixes(index, arena, admission, store)
-    return AgreedPrefixes(index, arena, admission, store, ranks)
+        records = StoredRecords(index, arena, store, Ledger(store))
+        return StoredPrefixes(records, Restores(records, admission))
+    agreed = AgreedLedger(store, ranks, record_bytes(index))
+    records = StoredRecords(index, arena, store, agreed)
+    return AgreedPrefixes(records, AgreedRestores(records, admission, ranks), agreed)
 
 
 def pinned_on_all(ranks: Ranks, keys: Iterable[Key]) -> set[Key]:

@@ -152,16 +152,16 @@ class WindowCheckpoint:
             layer.keep for _, layer in layers if isinstance(layer, WindowLayer)
         )
 
-    def segments(self, node: Node, position: int) -> Iterator[WindowSegment]:
+    def segments(self, node: Node, position: int) -> list[WindowSegment]:
         """Where the tokens lie that the rings at `position`, which is in `node`, hold: the last
-        segment first.
+        segment first. None for a model without windows.
         """
+        found: list[WindowSegment] = []
         end = position
-        while node.parent is not None:
-            yield WindowSegment(node, end)
-            if node.start <= position - self.widest:
-                return
+        while node.parent is not None and end > position - self.widest:
+            found.append(WindowSegment(node, end))
             node, end = node.parent, node.start
+        return found
 
     def covers(self, segment: WindowSegment, cut: int, position: int) -> bool:
         """Return whether a record of `segment` that was cut at `cut` has all that the rings at
@@ -185,14 +185,13 @@ class WindowCheckpoint:
         for group, start in self._starts(segment, checkpoint.position):
             ids, index = checkpoint.rings[group]
             places = self._places(group, index - (checkpoint.position - start), segment.end - start)
-            parts = [self._copy(group, ids, place, count) for place, count in places]
+            parts = [
+                copy_out(self.arena, [(group, ids[block])], first, end)
+                for block, first, end in places
+            ]
             found += [concatenated(same, 1) for same in zip(*parts, strict=True)]
         mx.eval(found)
         return [as_bytes(array) for array in found]
-
-    def _copy(self, group: int, ids: Sequence[int], place: int, count: int) -> list[mx.array]:
-        block, first = divmod(place, BLOCK_TOKENS)
-        return copy_out(self.arena, [(group, ids[block])], first, first + count)
 
     def counts(self, position: int) -> list[int]:
         """Blocks of each ring at `position`."""
@@ -217,17 +216,12 @@ class WindowCheckpoint:
             mine = [next(arrays) for _ in contents(self.arena, [group], 1)]
             first = max(start, position - size)
             done = first - start
-            for place, count in self._places(
+            for block, begin, end in self._places(
                 group, first - max(0, position - size), segment.end - first
             ):
-                part = [array[:, done : done + count] for array in mine]
-                copy_in(
-                    self.arena,
-                    [(group, ids[group][place // BLOCK_TOKENS])],
-                    place % BLOCK_TOKENS,
-                    part,
-                )
-                done += count
+                part = [array[:, done : done + end - begin] for array in mine]
+                copy_in(self.arena, [(group, ids[group][block])], begin, part)
+                done += end - begin
 
     def indices(
         self, position: int, ids: dict[int, list[int]]
@@ -242,15 +236,16 @@ class WindowCheckpoint:
             if start < segment.end:
                 yield group, start
 
-    def _places(self, group: int, place: int, count: int) -> Iterator[tuple[int, int]]:
-        """Stretches (place in the ring, tokens) of `count` tokens from `place` on, each in one
-        block.
+    def _places(self, group: int, place: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Where `count` tokens from `place` in the ring on lie: blocks of the ring, by their
+        number, and tokens [start, end) of each.
         """
         size = self.sizes[group]
         while count > 0:
             place %= size
-            taken = min(count, size - place, BLOCK_TOKENS - place % BLOCK_TOKENS)
-            yield place, taken
+            block, start = divmod(place, BLOCK_TOKENS)
+            taken = min(count, size - place, BLOCK_TOKENS - start)
+            yield block, start, start + taken
             place, count = place + taken, count - taken
 
 
@@ -339,6 +334,10 @@ class StoredRecords:
                 self._forget_checkpoint_record(key, again)
             elif (node := self.index.trie.node(key.hash)) is not None and node.residency.on_disk:
                 self.index.lost(node)
+
+    def lost(self, keys: Iterable[Key]) -> None:
+        """forget() records that are not on this disk, once they do not count any more."""
+        self.forget(self.ledger.lost(keys))
 
     def remove_unreachable(self) -> None:
         """Remove the files of records that nothing in the trie leads to."""
@@ -459,7 +458,7 @@ class StoredRecords:
         node, position = checkpoint.node, checkpoint.position
         if node.residency.checkpoints.get(position) is not checkpoint:
             return None
-        for segment in reversed(self._segments(node, position)):
+        for segment in reversed(self.rings.segments(node, position)):
             if not self._has(segment, position):
                 extra = {CUT: str(position), "kind": checkpoint.kind}
                 record = record_of(
@@ -543,7 +542,7 @@ class StoredRecords:
         return (
             (node, end)
             for node, end in found
-            if all(self._has(segment, end) for segment in self._segments(node, end))
+            if all(self._has(segment, end) for segment in self.rings.segments(node, end))
         )
 
     def _ends(self, node: Node) -> Iterable[int]:
@@ -556,7 +555,7 @@ class StoredRecords:
         """
         found = [
             (Key(WINDOW, segment.node.hash_at(segment.end)), segment)
-            for segment in self._segments(node, position)
+            for segment in self.rings.segments(node, position)
         ]
         return found + (
             [(Key(STATE, node.hash_at(position)), WindowSegment(node, position))]
@@ -599,12 +598,6 @@ class StoredRecords:
                 f"{position}."
             )
         self.rings.put_back(segment, cut, found.views, position, ids)
-
-    def _segments(self, node: Node, position: int) -> list[WindowSegment]:
-        """The tokens that windows hold at `position`, the last ones first; none for a model
-        without windows.
-        """
-        return list(self.rings.segments(node, position)) if self.rings.sizes else []
 
     def _has(self, segment: WindowSegment, position: int) -> bool:
         cut = segment.node.residency.records.get((WINDOW, segment.end))

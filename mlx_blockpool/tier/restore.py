@@ -234,7 +234,7 @@ class RestoreJob:
         self._restores.note_unread(key, error)
         self._reading.clear()
         self.has_failed = True
-        self._restores.proved(self)
+        self._share_proven()
 
     def _take(self) -> None:
         """Copy the next record into its blocks. One that cannot be read is the last."""
@@ -251,7 +251,12 @@ class RestoreJob:
             return
         self._unused.append(scratch)
         self.proven += 1
-        self._restores.proved(self)
+        self._share_proven()
+
+    def _share_proven(self) -> None:
+        """Share what was read, unless all ranks of a group have to read it first."""
+        if not self._restores.votes:
+            self.commit(self.proven, self.has_ended)
 
     def commit(self, records: int, is_last: bool) -> None:
         """Share the first `records` records, which all ranks have proven; `is_last`: and read no
@@ -535,12 +540,6 @@ class Restores(NoRestores):
             copy_in(self.arena, list(step.block), 0, arrays)
         self.num_arrived += 1
 
-    def proved(self, job: RestoreJob) -> None:
-        """A job has read one record more, or cannot read on: share it, unless all ranks have to
-        read it first.
-        """
-        job.commit(job.proven, job.has_ended)
-
     def share(self, step: RestoreStep) -> None:
         """Let all share a block that copy_into_pool() has filled, unless it was dropped or
         computed meanwhile.
@@ -557,7 +556,7 @@ class Restores(NoRestores):
         self.num_unread += 1
         if isinstance(error, BadRecordError | FileNotFoundError):
             self.store.gone(key)
-            self.records.forget(self.records.ledger.lost([key]))
+            self.records.lost([key])
         else:
             self.store.put_off(key)
 

@@ -14,18 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
-from ..kv.arena import KVArena
 from ..kv.block_bytes import as_bytes, copy_out
-from ..prefix.admission import Admission
-from ..prefix.index import KVIndex
 from ..prefix.retention import Retention
 from ..prefix.trie import Node, PrefixRef, records_of
 from ..store.paths import FOLDERS
-from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, Key, Record
 from .checkpoints import (
     CheckpointWrite,
-    Ledger,
     StoredRecords,
     WriteQueue,
     record_of,
@@ -114,28 +109,16 @@ class StoredPrefixes(DiskTier):
 
     restores: Restores
 
-    def __init__(
-        self, index: KVIndex, arena: KVArena, admission: Admission, store: PromptStore
-    ) -> None:
-        self.index = index
-        self.arena = arena
-        self.store = store
-        self.ledger = self._open_ledger()
-        self.records = StoredRecords(index, arena, store, self.ledger)
-        self.restores = self._open_restores(admission)
+    def __init__(self, records: StoredRecords, restores: Restores) -> None:
+        self.records, self.restores, self.ledger = records, restores, records.ledger
+        self.index, self.arena, self.store = records.index, records.arena, records.store
         self._path = WrittenPath()
         # Partial blocks rest.
         self.queue = WriteQueue[Node]()
         found = self.ledger.open()
         self.records.load(found)
         self._settle()
-        self.records.forget(self.ledger.lost(store.settle(self.records.by_need(found))))
-
-    def _open_ledger(self) -> Ledger:
-        return Ledger(self.store)
-
-    def _open_restores(self, admission: Admission) -> Restores:
-        return Restores(self.records, admission)
+        self.records.lost(self.store.settle(self.records.by_need(found)))
 
     @property
     def is_writing(self) -> bool:
@@ -324,7 +307,7 @@ class StoredPrefixes(DiskTier):
         accepted = self.store.accept(
             record, ChainMap(self._path.keys, spared), anew=record.kind != BLOCK
         )
-        self.records.forget(self.ledger.lost(accepted.dropped))
+        self.records.lost(accepted.dropped)
         if accepted.refusal is not None:
             return self.ledger.refused(record, accepted.refusal)
         if accepted.is_new:
@@ -358,7 +341,7 @@ class StoredPrefixes(DiskTier):
         """
         self.write_again(self.ledger.lost(self.store.poll(), again=True))
         changes = self.store.take_changes()
-        self.records.forget(self.ledger.lost(changes.lost))
+        self.records.lost(changes.lost)
         self.records.remove_unreachable()
         self.records.follow(changes.found if self.ledger.follows else ())
 

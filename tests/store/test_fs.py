@@ -24,7 +24,7 @@ from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
 from thorough import tried
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.fs import Disk, safe_name, write_whole
+from mlx_blockpool.store.fs import Disk, Stamp, safe_name, write_whole
 from mlx_blockpool.store.quarantine import Quarantine
 
 FULL, READ_ONLY, BROKEN = errno.ENOSPC, errno.EROFS, errno.EIO
@@ -225,7 +225,7 @@ def test_scan_tells_files_from_directories_and_follows_no_link(tmp_path: Path) -
     inode = (tmp_path / "file").stat().st_ino
     assert (
         found["file"]
-        == ("file", 5, 1000.0, False, True, 1000 * 10**9, inode)
+        == ("file", 5, 1000.0, False, True, Stamp(5, 1000 * 10**9, inode))
         == Disk().stat(tmp_path / "file")
     )
     assert {name for name, entry in found.items() if entry.is_directory} == {"folder"}

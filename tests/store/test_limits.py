@@ -12,6 +12,7 @@ from store.clock import Clock
 
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.store.limits import FolderWatcher, WriteLimits
+from mlx_blockpool.store.problems import StoreProblems
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_no_more_is_handed_over_while_a_look_is_under_way(watch: FolderWatcher) 
 
 
 def test_what_was_refused_is_refused_until_it_would_be_taken(clock: Clock) -> None:
-    limits = WriteLimits(StoreConfig())
+    limits = WriteLimits(StoreConfig(), StoreProblems())
     assert limits.still(queue_takes=False) is None
     assert limits.refusal(11, queue_takes=False) == "queue full"
     assert limits.refused == 11
@@ -86,7 +87,7 @@ def test_what_was_refused_is_refused_until_it_would_be_taken(clock: Clock) -> No
 
 
 def test_a_disk_that_failed_refuses_before_anything_is_made(clock: Clock) -> None:
-    limits = WriteLimits(StoreConfig(retry_seconds=30))
+    limits = WriteLimits(StoreConfig(retry_seconds=30), StoreProblems())
     limits.suspend(OSError(errno.EIO, "broken"))
     assert limits.still(queue_takes=True) == "disk failed"
     clock.now += 30
