@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..spec import BLOCK_TOKENS
-from ..store.hashing import decode, encode
+from ..store.hashing import encode
 from .index import KVIndex
 from .salts import SHARED
-from .trie import Node, PrefixRef
+from .trie import PrefixRef, continuation
 
 CAUSES = {
     "all": "every token but the last is known",
@@ -56,7 +56,7 @@ def explain(
     """The lookup of `tokens` under a salt whose match could be resumed at `hit`."""
     cause = _cause(index, tokens, match, hit, salt)
     expected = (
-        _continuation(match)[:SHOWN]
+        continuation(match, SHOWN)
         if cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1
         else []
     )
@@ -88,21 +88,6 @@ def _cause(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, sa
     )
     if is_elsewhere and index.trie.match(tokens, salt).tokens > match.tokens:
         return "on disk"
-    if _continuation(match):
+    if continuation(match, 1):
         return "differs"
     return "longer" if match.tokens else "new"
-
-
-def _continuation(match: PrefixRef) -> list[int]:
-    """Known tokens that follow a match, along the first of several continuations.
-
-    Empty if nothing matched at all.
-    """
-    node: Node | None = match.partial
-    rest: list[int] = [] if node is None else decode(node.tokens)[match.partial_tokens :]
-    if node is None and match.full_nodes:
-        node = match.full_nodes[-1]
-    while node is not None and len(rest) < SHOWN:
-        node = node.children[0] if node.children else None
-        rest += [] if node is None else decode(node.tokens)
-    return rest

@@ -448,17 +448,7 @@ class Trie:
         them.
         """
         match = self.match(tokens, salt, start)
-        if not match.path or match.tokens < len(tokens):
-            return []
-        node, found = match.path[-1], list[int]()
-        if match.tokens < node.end:
-            alike = (near for near, end in node.near_siblings() if end >= match.tokens)
-            node = max(alike, key=_number)
-            found = decode(node.tokens[(match.tokens - node.start) * TOKEN_BYTES :])
-        while len(found) < at_most and node.children:
-            node = max(node.children, key=_number)
-            found += decode(node.tokens)
-        return found[:at_most]
+        return continuation(match, at_most) if match.tokens == len(tokens) else []
 
     def find(self, ref: PrefixRef, root: Node | None = None) -> PrefixRef:
         """As much of a prefix as is cached, found by its hashes.
@@ -568,6 +558,23 @@ class Trie:
             assert not covered, f"the edge at token {node.start} is part of a longer one"
             assert node.hash == edge_hash(parent.hash, node.tokens), f"hash at {node.start}"
             assert not node.removed, f"the edge at token {node.start} is marked as removed"
+
+
+def continuation(match: PrefixRef, at_most: int) -> list[int]:
+    """Up to `at_most` tokens that have followed a match; of several continuations the one added
+    last. Empty where nothing matched, or nothing follows.
+    """
+    if not match.path:
+        return []
+    node, found = match.path[-1], list[int]()
+    if match.tokens < node.end:
+        alike = (near for near, end in node.near_siblings() if end >= match.tokens)
+        node = max(alike, key=_number)
+        found = decode(node.tokens[(match.tokens - node.start) * TOKEN_BYTES :])
+    while len(found) < at_most and node.children:
+        node = max(node.children, key=_number)
+        found += decode(node.tokens)
+    return found[:at_most]
 
 
 def _starts_with(node: Node, digest: bytes, size: int) -> bool:
