@@ -61,7 +61,7 @@ class Entry(NamedTuple):
     modified: float
     is_directory: bool
     is_file: bool = True
-    stamp: Stamp | None = None
+    stamp: Stamp = Stamp(0, 0, 0)
 
 
 class Disk:

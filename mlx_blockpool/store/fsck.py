@@ -75,19 +75,19 @@ def judge_all(
     A server may write parents after their folder was listed: only a second look proves that there
     are none.
     """
+
+    def wanted(listing: Listing) -> list[File]:
+        return [f for f in listing.records if namespaces is None or f.namespace in namespaces]
+
     listing = Listing(root)
-    files = [file for file in listing.records if namespaces is None or file.namespace in namespaces]
+    files = wanted(listing)
     judged = list(
         progress(
             judge(files, with_data, noted), len(files), "checksums" if with_data else "headers"
         )
     )
-    seen, now = {file.name for file in files}, Listing(root).records
-    later = [
-        file
-        for file in now
-        if file.name not in seen and (namespaces is None or file.namespace in namespaces)
-    ]
+    seen = {file.name for file in files}
+    later = [file for file in wanted(Listing(root)) if file.name not in seen]
     return listing, judged, list(judge(later))
 
 
@@ -95,10 +95,8 @@ def _noted(files: Sequence[File]) -> dict[File, Record]:
     found: dict[File, Record] = {}
     for (root, namespace), group in groupby(files, lambda file: (file.root, file.namespace)):
         own = {file.name: file for file in group}
-        stamps = {file.name: file.stamp for file in own.values() if file.stamp is not None}
-        found |= {
-            own[name]: record for name, record in Headers(root, namespace).load(stamps).items()
-        }
+        noted = Headers(root, namespace).load({name: file.stamp for name, file in own.items()})
+        found |= {own[name]: record for name, record in noted.items()}
     return found
 
 

@@ -51,7 +51,7 @@ class File(NamedTuple):
     name: str
     size: int = 0
     used: float = 0.0
-    stamp: Stamp | None = None
+    stamp: Stamp = Stamp(0, 0, 0)
 
     @classmethod
     def of(cls, root: Path, name: str, entry: Entry) -> File:
@@ -168,7 +168,7 @@ class FolderChanges:
 
 
 class Folder:
-    """The record files of all models below `root`, as this process has seen them last.
+    """The record files of all models below `root`: `files` as this process has seen them last.
 
     Names are paths below it.
     """
@@ -176,7 +176,7 @@ class Folder:
     def __init__(self, disk: Disk, root: Path) -> None:
         self.disk = disk
         self.root = root
-        self._files: dict[str, File] = {}
+        self.files: dict[str, File] = {}
         self._unreadable: set[Path] = set()
 
     def look(self) -> FolderChanges:
@@ -188,7 +188,7 @@ class Folder:
         """
         # By its name: `models` may be a link to another disk, and writes follow it.
         listing = Listing(self.root, self.disk, "models")
-        before, files = self._files, {file.name: file for file in listing.records}
+        before, files = self.files, {file.name: file for file in listing.records}
         was_unreadable, self._unreadable = (
             self._unreadable,
             {path for path, _ in listing.unreadable},
@@ -204,7 +204,7 @@ class Folder:
             if leftover.namespace:
                 with suppress(OSError):
                     self.disk.unlink(leftover.path)
-        self._files = files
+        self.files = files
         found = []
         for file in files.values():
             was = before.get(file.name)
@@ -253,29 +253,26 @@ class Folder:
         """
         moment = time.time()
         for number, name in enumerate(names):
-            if name in self._files:
+            if name in self.files:
                 with suppress(OSError):
                     self.disk.touch(self.root / name, moment + number * TICK)
                     self._see(name)
 
     def namespaces(self) -> list[str]:
         """The namespaces of all files."""
-        return sorted({file.namespace for file in self._files.values()})
+        return sorted({file.namespace for file in self.files.values()})
 
     def size_of(self, name: str) -> int | None:
         """Bytes of a file as this process has seen it; None if there is none."""
-        return self._files[name].size if name in self._files else None
-
-    def stamp_of(self, name: str) -> Stamp | None:
-        return self._files[name].stamp if name in self._files else None
+        return self.files[name].size if name in self.files else None
 
     def drop(self, name: str) -> None:
         """A file was moved away: the next one of its name is new."""
-        self._files.pop(name, None)
+        self.files.pop(name, None)
 
     def _see(self, name: str) -> None:
         try:
-            self._files[name] = File.of(self.root, name, self.disk.stat(self.root / name))
+            self.files[name] = File.of(self.root, name, self.disk.stat(self.root / name))
         except (BadRecordError, OSError):
             # If there is a file after all, the next look finds it.
             self.drop(name)
@@ -317,16 +314,14 @@ class FolderScanner:
         return changes
 
     def _noted_or_read(self, names: list[str]) -> list[Record | Exception]:
-        stamps = {
-            name: stamp for name in names if (stamp := self._folder.stamp_of(name)) is not None
-        }
+        stamps = {name: self._folder.files[name].stamp for name in names}
         found: dict[str, Record | Exception] = {**self._headers.load(stamps)}
         missing = [name for name in names if name not in found]
         for name, header in zip(
             missing, self._reader.headers(self._namespace, missing), strict=True
         ):
             found[name] = header
-            if isinstance(header, Record) and name in stamps:
+            if isinstance(header, Record):
                 self._headers.add(header, name, stamps[name])
         return [found[name] for name in names]
 
@@ -348,9 +343,8 @@ class FolderScanner:
         """
         self._folder.touch(names)
         for name in names:
-            stamp = self._folder.stamp_of(name)
-            if stamp is not None:
-                self._headers.touch(name, stamp)
+            if name in self._folder.files:
+                self._headers.touch(name, self._folder.files[name].stamp)
         self._headers.write()
 
     def again(self, used: Sequence[str]) -> FolderChanges:

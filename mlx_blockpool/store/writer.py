@@ -178,6 +178,5 @@ class Writer:
         except FileNotFoundError:
             # `store clear` may remove a folder between its making and the write.
             self.folder.write(job.name, buffers, job.size, self.min_free_bytes)
-        stamp = self.folder.stamp_of(job.name)
-        if stamp is not None:
-            self.headers.add(job.record, job.name, stamp)
+        if job.name in self.folder.files:
+            self.headers.add(job.record, job.name, self.folder.files[job.name].stamp)
