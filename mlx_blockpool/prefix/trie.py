@@ -400,14 +400,14 @@ class Trie:
         """The root whose hash is `digest`, under the salt that a record names in hexadecimal, or
         None.
         """
-        if not salt:
-            return self.root if digest == self.root.hash else None
         try:
-            salt_bytes = bytes.fromhex(salt)
+            salt_bytes = bytes.fromhex(salt or "")
         except ValueError:
             return None
-        root = self.root_of(salt_bytes) if len(salt_bytes) == SALT_BYTES else None
-        return root if root is not None and root.hash == digest else None
+        if len(salt_bytes) not in (0, SALT_BYTES):
+            return None
+        root = self.root_of(salt_bytes)
+        return root if root.hash == digest else None
 
     def match(
         self, tokens: Sequence[int], salt: bytes = SHARED, start: PrefixRef | None = None

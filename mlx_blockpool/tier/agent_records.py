@@ -10,6 +10,7 @@ anything here.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +20,11 @@ from pathlib import Path
 from ..errors import StoreError
 from ..formatting import Report, progress
 from ..prefix.sharing import SharedPaths, exclusive_from
-from ..prefix.trie import Node, PrefixRef, Trie, records_of
+from ..prefix.trie import Node, PrefixRef, Trie
 from ..store import fsck
 from ..store.agents import Agent, Agents, shown
 from ..store.fs import safe_name
 from ..store.fsck import Judged
-from ..store.hashing import TOKEN_BYTES
 from ..store.paths import FOLDERS
 from ..store.record import BLOCK, Key, Record
 from ..store.scan import File, Listing
@@ -76,6 +76,9 @@ class StoredPaths:
         # By their hashes, which are those of the namespace's salts.
         self._roots: dict[bytes, Node] = {}
         self._files: dict[Key, File] = {}
+        # The records of each edge: of its block and of shorter ones with its tokens, then of
+        # checkpoints.
+        self._records: defaultdict[Node, list[tuple[Record, File]]] = defaultdict(list)
         full: dict[bytes, Node] = {}
         places = [(found.header, found.file) for found in judged if found.header is not None]
         # Parents first, and a block before those that have a beginning of its tokens.
@@ -88,25 +91,24 @@ class StoredPaths:
                 parent = self._roots.setdefault(place.parent, Node(None, 0, b"", place.parent))
             if parent is None or parent.end != place.start:
                 self.orphans.append(file)
-            elif (node := self._add(parent, place)) is not None and node.is_full:
+            elif (node := self._add(parent, place, file)) is not None and node.is_full:
                 full[place.hash] = node
         self._shared = SharedPaths(
             self._paths, {end for end in self._ends if self._trie.node(end) is not None}
         )
 
-    def _add(self, parent: Node, place: Record) -> Node | None:
+    def _add(self, parent: Node, place: Record, file: File) -> Node | None:
         """The edge of a record, or the first one that begins with its tokens."""
         node = self._trie.child(parent, place.tokens)
-        if place.kind != BLOCK and node is not None:
-            node.residency.records[place.kind, place.end] = place.end
-        elif place.kind == BLOCK and (
-            node is None or (place.hash in self._ends and node.hash != place.hash)
-        ):
-            node, _ = self._trie.add(parent, place.tokens)
-        elif node is not None and node.hash != place.hash:
-            shorter = Node(parent, place.start, place.tokens, place.hash)
-            for each in self._trie.children_with(parent, place.tokens):
-                each.residency.shorter.append(shorter)
+        edges: Iterable[Node] = () if node is None else (node,)
+        if place.kind == BLOCK and (node is None or node.hash != place.hash):
+            if node is None or place.hash in self._ends:
+                node, _ = self._trie.add(parent, place.tokens)
+                edges = (node,)
+            else:
+                edges = self._trie.children_with(parent, place.tokens)
+        for edge in edges:
+            self._records[edge].append((place, file))
         return node
 
     def _match(self, path: PrefixRef) -> PrefixRef:
@@ -143,20 +145,20 @@ class StoredPaths:
         begin with: those resume there.
         """
         assert node.parent is not None
-        for kind, end in node.residency.records:
-            tokens = node.tokens[: (end - node.start) * TOKEN_BYTES]
+        for place, file in self._records[node]:
             siblings = [
-                each for each in self._trie.children_with(node.parent, tokens) if each is not node
+                each
+                for each in self._trie.children_with(node.parent, place.tokens)
+                if each is not node
             ]
-            if siblings:
-                users = partial(self._users_of_any, siblings)
-                yield Stay(self._files[Key(kind, node.hash_at(end))], name, users, len(siblings))
+            if place.kind != BLOCK and siblings:
+                yield Stay(file, name, partial(self._users_of_any, siblings), len(siblings))
 
     def _users_of_any(self, nodes: Sequence[Node]) -> set[str]:
         return set[str]().union(*map(self._shared.users, nodes))
 
     def _files_of(self, node: Node) -> list[File]:
-        return [self._files[key] for key in dict.fromkeys(records_of(node)) if key in self._files]
+        return [file for _, file in self._records[node]]
 
     def _named(self, digest: bytes) -> list[File]:
         return [self._files[key] for kind in FOLDERS if (key := Key(kind, digest)) in self._files]

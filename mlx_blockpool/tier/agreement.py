@@ -242,18 +242,22 @@ def pinned_on_all(ranks: Ranks, keys: Iterable[Key]) -> set[Key]:
     """The records of the prefixes, of every kind, that rank 0 must not drop: all ranks retain
     them.
     """
-    found = ranks.from_first(b"".join({key.hash for key in keys}))
-    hashes = [found[at : at + HASH_BYTES] for at in range(0, len(found), HASH_BYTES)]
+    hashes = _from_first(ranks, {key.hash for key in keys}, HASH_BYTES)
     return {Key(kind, digest) for digest in hashes for kind in FOLDERS}
 
 
 def common(ranks: Ranks, records: Sequence[Record]) -> list[Record]:
     """Those of this rank's records that all ranks have, in the order in which rank 0 gives them."""
     own = {_name(record): record for record in records}
-    offered = ranks.from_first(b"".join(own))
-    names = [offered[at : at + _NAME_BYTES] for at in range(0, len(offered), _NAME_BYTES)]
+    names = _from_first(ranks, own, _NAME_BYTES)
     agreed = ranks.least([name in own for name in names])
     return [own[name] for name, all_have_it in zip(names, agreed, strict=True) if all_have_it]
+
+
+def _from_first(ranks: Ranks, names: Iterable[bytes], size: int) -> list[bytes]:
+    """The names of `size` bytes each that rank 0 gives."""
+    found = ranks.from_first(b"".join(names))
+    return [found[at : at + size] for at in range(0, len(found), size)]
 
 
 def _name(record: Record) -> bytes:
