@@ -94,7 +94,7 @@ def script_fetch(length: int, attach: bool) -> tuple[Callable[[], float], dict[s
         prefix.discard(acquired.caches)
         return spent
 
-    before = {block for node in prefix.index.trie for _, block in node.residency.blocks}
+    before = {block for node in prefix.index.trie for _, block in node.blocks}
     acquired = prefix.acquire(prompt, 1)
     copied = len(set(acquired.caches[0].sequence.tables[0].ids[: blocks_for(length)]) - before)
     prefix.discard(acquired.caches)

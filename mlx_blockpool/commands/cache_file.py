@@ -315,6 +315,4 @@ def _keep(prefix: TieredPrefixCache, tokens: list[int], caches: list[Any], salt:
         stored.store.flush()
     stored.write_behind(0)
     path = prefix.index.trie.match(tokens, salt).path
-    return sum(
-        node.end - node.start for node in takewhile(lambda node: node.residency.on_disk, path)
-    )
+    return sum(node.end - node.start for node in takewhile(lambda node: node.on_disk, path))

@@ -319,7 +319,7 @@ class PrefixCache:
         path = self._insert(_ids(tokens)[:count], sequence, kind, policy)
         ref = self._refs[sequence] = PrefixRef.from_path(path, count, policy.salt)
         node = path[-1]
-        if fits and count not in node.residency.checkpoints:
+        if fits and count not in node.checkpoints:
             self._place(node, count, sequence, leaves, kind, policy)
         self.num_skipped += places and not fits
         self.index.prune(node)
@@ -381,10 +381,10 @@ class PrefixCache:
             child = self.index.trie.child(node, edge)
             if child is None:
                 child = self.index.add(node, edge, blocks, kind, policy.owner)
-            elif len(edge) == len(child.tokens) and not child.residency.in_memory:
+            elif len(edge) == len(child.tokens) and not child.in_memory:
                 self.index.set_blocks(child, blocks, policy.owner)
             elif len(edge) == len(child.tokens) and child.is_full:
-                for group, block in child.residency.blocks:
+                for group, block in child.blocks:
                     if sequence.tables[group].ids[index] != block:
                         self.pool.replace_shared(sequence.tables[group], index, block)
             path.append(child)
@@ -405,9 +405,7 @@ class PrefixCache:
             strict=False,
         )
         pairs = zip(ref.cached_nodes(), held, strict=False)
-        return [
-            node for node, _ in takewhile(lambda pair: pair[0].residency.blocks == pair[1], pairs)
-        ]
+        return [node for node, _ in takewhile(lambda pair: pair[0].blocks == pair[1], pairs)]
 
     # -- in place of mlx-lm's LRUPromptCache -------------------------------------------------------
 
@@ -597,7 +595,7 @@ class PrefixCache:
 
         They add up to len() and nbytes.
         """
-        sequences = Counter(node.residency.kind for node in self.index.ends())
+        sequences = Counter(node.kind for node in self.index.ends())
         sizes = self.index.bytes_by_type()
         return {
             kind: {"n_sequences": sequences[kind], "n_bytes": sizes[kind]}
@@ -630,7 +628,7 @@ def _ids(tokens: Any) -> Tokens[int]:
 def in_memory(ref: PrefixRef) -> PrefixRef:
     """As much of a prefix as has its blocks in the pool, without a gap from the first token on."""
     count = next(
-        (index for index, node in enumerate(ref.path) if not node.residency.in_memory),
+        (index for index, node in enumerate(ref.path) if not node.in_memory),
         len(ref.path),
     )
     return ref if count == len(ref.path) else ref.first(count * BLOCK_TOKENS)
@@ -640,7 +638,7 @@ def last_checkpoint(ref: PrefixRef, at_most: int) -> tuple[Node | None, int]:
     """The position of the last checkpoint in the first `at_most` tokens, and the node that has
     it; (None, 0): none.
     """
-    found = positions(ref.path, at_most, lambda node: node.residency.checkpoints)
+    found = positions(ref.path, at_most, lambda node: node.checkpoints)
     return next(found, (None, 0))
 
 
@@ -656,7 +654,7 @@ def resumable(arena: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpo
         later = _unwrapped(arena, match.path[-1], count)
         if later is not None:
             return count, later
-    return position, None if node is None else node.residency.checkpoints[position]
+    return position, None if node is None else node.checkpoints[position]
 
 
 def pin_of(arena: KVArena, ref: PrefixRef) -> PinnedPrefix:
@@ -676,12 +674,7 @@ def _unwrapped(arena: KVArena, node: Node, count: int) -> Checkpoint | None:
     sizes = [g.layer.max_size for g in arena.spec.groups if isinstance(g.layer, WindowLayer)]
     near = [node, *node.children[:64]]
     return next(
-        (
-            c
-            for n in near
-            for c in n.residency.checkpoints.values()
-            if count <= c.position < min(sizes)
-        ),
+        (c for n in near for c in n.checkpoints.values() if count <= c.position < min(sizes)),
         None,
     )
 
@@ -722,7 +715,7 @@ def _append_shared(
     path = match.path[: blocks_for(hit)]
     for index, group in enumerate(sequence.arena.full_groups):
         sequence.pool.append_shared(
-            sequence.tables[group], [node.residency.blocks[index][1] for node in path]
+            sequence.tables[group], [node.blocks[index][1] for node in path]
         )
     if checkpoint is not None:
         for group, (ids, _) in checkpoint.rings.items():

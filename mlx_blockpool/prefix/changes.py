@@ -57,9 +57,7 @@ def stored(chain: Sequence[Node], tier: str) -> BlocksStored:
     parent = chain[0].parent
     assert parent is not None, "a root has no blocks"
     blocks = (
-        tuple(tuple(block for _, block in node.residency.blocks) for node in chain)
-        if tier == MEMORY
-        else ()
+        tuple(tuple(block for _, block in node.blocks) for node in chain) if tier == MEMORY else ()
     )
     before = None if parent.parent is None else parent.hash
     return BlocksStored(
@@ -73,9 +71,9 @@ def stored(chain: Sequence[Node], tier: str) -> BlocksStored:
 
 
 def removed(nodes: Iterable[Node]) -> list[BlocksRemoved]:
-    """The changes that nodes under one salt leave the trie, with the residency that they had."""
+    """The changes that nodes under one salt leave the trie, from the tiers that they were in."""
     found = list(nodes)
-    in_memory = tuple(node.hash for node in found if node.residency.in_memory)
-    on_disk = tuple(node.hash for node in found if node.residency.on_disk)
+    in_memory = tuple(node.hash for node in found if node.in_memory)
+    on_disk = tuple(node.hash for node in found if node.on_disk)
     tiers = ((in_memory, MEMORY), (on_disk, DISK))
     return [BlocksRemoved(hashes, tier, found[0].salt) for hashes, tier in tiers if hashes]

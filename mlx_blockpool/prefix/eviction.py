@@ -133,9 +133,7 @@ class EvictionOrder:
         if checkpoint in self._states:
             self._states.move_to_end(checkpoint)
         for owned in checkpoint.ring_blocks:
-            every = chain.from_iterable(
-                node.residency.checkpoints.values() for node in self._readers[owned]
-            )
+            every = chain.from_iterable(node.checkpoints.values() for node in self._readers[owned])
             if all(each.superseded for each in every if owned in each.ring_blocks):
                 self._pool.groups[owned[0]].demote(owned[1])
 
@@ -147,18 +145,18 @@ class EvictionOrder:
             return
         while (
             node is not None
-            and node.residency.blocks
+            and node.blocks
             and not _can_be_resumed(node)
             and not self._is_demoted(node)
         ):
             if not all(map(self._is_demoted, node.children)):
                 return
-            for group, block in node.residency.blocks:
+            for group, block in node.blocks:
                 self._pool.groups[group].demote(block)
             node = node.parent
 
     def _is_demoted(self, node: Node) -> bool:
-        return any(i in self._pool.groups[g].demoted for g, i in node.residency.blocks)
+        return any(i in self._pool.groups[g].demoted for g, i in node.blocks)
 
     def check(self, states: Collection[Checkpoint]) -> None:
         """The checkpoints with states are these. Raises AssertionError."""
@@ -179,7 +177,7 @@ def superseded_by(later: Checkpoint) -> Checkpoint | None:
         else 0
     )
     while at is not None and at.end >= first:
-        if checkpoints := at.residency.checkpoints:
+        if checkpoints := at.checkpoints:
             earlier = (each for each in checkpoints.values() if _replaces(later, each))
             if (found := max(earlier, key=lambda each: each.position, default=None)) is not None:
                 return found
@@ -194,8 +192,7 @@ def length_range(position: int) -> int:
 
 def _can_be_resumed(node: Node) -> bool:
     """Return whether a checkpoint of this edge is in memory or on disk."""
-    residency = node.residency
-    return bool(residency.checkpoints or residency.records)
+    return bool(node.checkpoints or node.records)
 
 
 def _replaces(later: Checkpoint, earlier: Checkpoint) -> bool:

@@ -17,7 +17,7 @@ from ..store.hashing import edge_hash
 from ..store.record import BLOCK, Key
 from .changes import DISK, MEMORY, AllCleared, BlocksRemoved, Change, Changes, removed, stored
 from .eviction import EvictionOrder
-from .trie import Checkpoint, Node, Owned, PinnedPrefix, Residency, Trie
+from .trie import Checkpoint, Node, Owned, PinnedPrefix, Trie
 
 # The owner of what all requests without an agent compute.
 ANONYMOUS = "anonymous"
@@ -137,18 +137,17 @@ class KVIndex:
         retains its owner. The record of one stays on disk until the new edge is there too.
         """
         is_on_disk = blocks is None
-        residency = Residency(
-            blocks or (), not is_on_disk or not self.full_groups, is_on_disk, kind=kind
-        )
-        new, merged = self.trie.add(parent, edge, residency)
+        new, merged = self.trie.add(parent, edge)
+        new.blocks, new.on_disk, new.kind = blocks or (), is_on_disk, kind
+        new.in_memory = not (is_on_disk and self.full_groups)
         self.num_merged += bool(merged and not is_on_disk)
         self._cache_blocks(new, owner)
         self._note(*removed(merged))
         self._note_stored(new)
         for old in merged:
-            residency.merge(old)
+            new.take_over(old)
             self._move_checkpoints(old, new, old.end)
-            self._uncache(old, old.residency.blocks, ())
+            self._uncache(old, old.blocks, ())
             self._leave_ends(old)
         if is_on_disk:
             self.written(new)
@@ -161,29 +160,28 @@ class KVIndex:
 
         The records of the shorter edges that were merged into it become unreachable.
         """
-        residency = node.residency
-        if not residency.on_disk:
-            residency.on_disk = True
+        if not node.on_disk:
+            node.on_disk = True
             self._note(stored([node], DISK))
-        self.unreachable += [Key(BLOCK, old.hash) for old in residency.shorter]
-        residency.shorter = []
+        self.unreachable += [Key(BLOCK, old.hash) for old in node.shorter]
+        node.shorter = []
 
     def lost(self, node: Node) -> None:
         """A node is not on disk any more: it leaves the trie unless it is in memory."""
-        node.residency.on_disk = False
+        node.on_disk = False
         if not node.is_in_trie:
             return
         self._note(BlocksRemoved((node.hash,), DISK, node.salt))
-        if not node.residency.in_memory:
+        if not node.in_memory:
             self.remove(node)
 
     def set_blocks(self, node: Node, blocks: tuple[Owned, ...], owner: str | None = None) -> None:
         """Give a node that was on disk only these held blocks, computed by `owner` or read from
         disk (None).
         """
-        node.residency.blocks, node.residency.in_memory = blocks, True
+        node.blocks, node.in_memory = blocks, True
         self._note(stored([node], MEMORY))
-        self._cache_blocks(node, node.residency.owner if owner is None else owner)
+        self._cache_blocks(node, node.owner if owner is None else owner)
         self._pin_blocks(node)
         self._count_ends(node)
 
@@ -192,7 +190,7 @@ class KVIndex:
         if checkpoint.states and self.pool.spec.counted is not None:
             # Ranks have unlike states, and evict alike.
             checkpoint.nbytes = self.pool.spec.counted.state
-        node.residency.checkpoints[checkpoint.position], checkpoint.node = checkpoint, node
+        node.checkpoints[checkpoint.position], checkpoint.node = checkpoint, node
         self.mark("checkpoint", node.hash_at(checkpoint.position))
         self.state_bytes += checkpoint.nbytes
         self.accounting.charge(checkpoint, checkpoint.nbytes, checkpoint.owner)
@@ -215,18 +213,18 @@ class KVIndex:
         """
         self.mark("pin", *pin.ref.hashes[-1:])
         for node in pin.nodes:
-            node.residency.pins.add(pin)
+            node.pins.add(pin)
             self._pin_blocks(node)
 
     def unpin(self, pin: PinnedPrefix) -> None:
         self.mark("unpin", *pin.ref.hashes[-1:])
         for node in pin.nodes:
-            node.residency.pins.discard(pin)
+            node.pins.discard(pin)
             self._pin_blocks(node)
 
     def is_pinned(self, checkpoint: Checkpoint) -> bool:
         """Return whether a checkpoint must stay."""
-        return any(pin.position == checkpoint.position for pin in checkpoint.node.residency.pins)
+        return any(pin.position == checkpoint.position for pin in checkpoint.node.pins)
 
     def pinned_bytes(self, pins: Iterable[PinnedPrefix]) -> tuple[int, int]:
         """Bytes of the blocks, and of the states, that these pins retain, each counted once."""
@@ -234,9 +232,9 @@ class KVIndex:
         states: set[Checkpoint] = set()
         places = {(node, pin.position) for pin in pins for node in pin.nodes}
         for node in {node for node, _ in places}:
-            blocks.update(node.residency.blocks)
+            blocks.update(node.blocks)
         for node, position in places:
-            if (checkpoint := node.residency.checkpoints.get(position)) is not None:
+            if (checkpoint := node.checkpoints.get(position)) is not None:
                 blocks.update(checkpoint.ring_blocks)
                 states.add(checkpoint)
         return sum(self._sizes[group] for group, _ in blocks), sum(
@@ -257,7 +255,7 @@ class KVIndex:
                     self.evict(node, gone)
                     self._order.demote_unreachable(parent)
                     continue
-                for checkpoint in list(node.residency.checkpoints.values()):
+                for checkpoint in list(node.checkpoints.values()):
                     if owned in checkpoint.ring_blocks:
                         self.remove_checkpoint(checkpoint, gone)
 
@@ -265,11 +263,11 @@ class KVIndex:
         """Take a node out of memory, and remove it where it is not on disk; `gone` blocks are
         free already.
         """
-        if not node.residency.on_disk:
+        if not node.on_disk:
             self.remove(node, gone)
             return
-        blocks = node.residency.blocks
-        node.residency.blocks, node.residency.in_memory = (), False
+        blocks = node.blocks
+        node.blocks, node.in_memory = (), False
         self._note(BlocksRemoved((node.hash,), MEMORY, node.salt))
         self._uncache(node, blocks, gone)
         self._count_ends(node)
@@ -299,20 +297,20 @@ class KVIndex:
         The longest edge that it superseded comes back.
         """
         self._remove_checkpoints(node, 0, gone)
-        was, subtree = node.residency, self.trie.remove(node)
+        subtree = self.trie.remove(node)
         self._note(*removed(subtree))
         for below in subtree:
             self._evicted[below.hash] = None
             if below is not node:
-                self.unreachable += [Key(BLOCK, edge.hash) for edge in below.residency.shorter]
-                self.unreachable += _checkpoint_records(below, below.residency, 0)
-            self.unreachable += [Key(BLOCK, below.hash)] if below.residency.on_disk else []
-            self._uncache(below, below.residency.blocks, gone)
+                self.unreachable += [Key(BLOCK, edge.hash) for edge in below.shorter]
+                self.unreachable += _checkpoint_records(below, 0)
+            self.unreachable += [Key(BLOCK, below.hash)] if below.on_disk else []
+            self._uncache(below, below.blocks, gone)
             self._leave_ends(below)
-            # References to the node remain, and its blocks are about to be reused.
-            below.residency, below.children = Residency(in_memory=False), []
         self._count_ends(node.parent)
-        self._bring_back(node, was)
+        self._bring_back(node)
+        for below in subtree:
+            below.forget()
         while len(self._evicted) > HistoryConfig.evictions:
             self._evicted.popitem(last=False)
 
@@ -322,8 +320,8 @@ class KVIndex:
         Checkpoints go over to a sibling that begins with their tokens, as after a system prompt
         that ends inside a block.
         """
-        self.unreachable += [Key(BLOCK, old.hash) for old in node.residency.shorter]
-        node.residency.shorter, parent = [], node.parent
+        self.unreachable += [Key(BLOCK, old.hash) for old in node.shorter]
+        node.shorter, parent = [], node.parent
         siblings = [(alike, each) for each, alike in node.near_siblings() if each is not node]
         if siblings:
             alike, sibling = max(siblings, key=lambda found: found[0])
@@ -338,12 +336,11 @@ class KVIndex:
         ones above it.
         """
         while node.parent is not None:
-            residency = node.residency
-            if residency.blocks or node.children or residency.checkpoints or residency.on_disk:
+            if node.blocks or node.children or node.checkpoints or node.on_disk:
                 return
             self._note(*removed(self.trie.remove(node)))
-            residency.pins.clear()
-            self._bring_back(node, residency)
+            node.pins.clear()
+            self._bring_back(node)
             node = node.parent
 
     def clear(self) -> None:
@@ -353,23 +350,20 @@ class KVIndex:
                 self.remove(root.children[0])
         self._note(AllCleared())
 
-    def _bring_back(self, node: Node, was: Residency) -> None:
+    def _bring_back(self, node: Node) -> None:
         """Put the longest edge that was merged into a removed node back, or merge it into
         another node that contains it.
         """
-        shorter = sorted(
-            (edge for edge in was.shorter if edge.residency.on_disk), key=lambda edge: edge.end
-        )
+        shorter = sorted((edge for edge in node.shorter if edge.on_disk), key=lambda edge: edge.end)
         longest = shorter.pop() if shorter else None
         last = 0 if longest is None else longest.end
-        self.unreachable += _checkpoint_records(node, was, last)
+        self.unreachable += _checkpoint_records(node, last)
         self.unreachable += [Key(BLOCK, edge.hash) for edge in shorter]
         if longest is None or longest.parent is None:
             return
-        residency = longest.residency
-        residency.blocks, residency.in_memory = (), not self.full_groups
-        residency.records = {}
-        residency.take_records(was, last)
+        longest.blocks, longest.in_memory = (), not self.full_groups
+        longest.records = {}
+        longest.take_records(node, last)
         other = self.trie.child(longest.parent, longest.tokens)
         if other is None:
             self.trie.put_back(longest)
@@ -377,13 +371,13 @@ class KVIndex:
             self._count_ends(longest)
             return
         longest.merged_into = other
-        other.residency.merge(longest)
-        if other.residency.on_disk:
+        other.take_over(longest)
+        if other.on_disk:
             self.written(other)
 
     def _note_stored(self, node: Node) -> None:
         """Note the tiers that a new node is in."""
-        tiers = ((DISK, node.residency.on_disk), (MEMORY, node.residency.in_memory))
+        tiers = ((DISK, node.on_disk), (MEMORY, node.in_memory))
         self._note(*(stored([node], tier) for tier, is_there in tiers if is_there))
 
     def _note(self, *changes: Change) -> None:
@@ -405,35 +399,32 @@ class KVIndex:
 
     def ends(self) -> list[Node]:
         """The nodes that have something in memory, and nothing in memory below them."""
-        return [node for node in self.trie if node.residency.is_end]
+        return [node for node in self.trie if node.is_end]
 
     def _count_ends(self, node: Node | None) -> None:
         """Count an edge whose blocks, checkpoints or children have changed, and the edges above
         it that this changes.
         """
         while node is not None and node.parent is not None:
-            residency = node.residency
-            was_in_memory = residency.is_above or residency.is_end
-            residency.is_above = any(
-                child.residency.is_above or child.residency.is_end for child in node.children
-            )
-            self.num_ends -= residency.is_end
-            residency.is_end = residency.is_held and not residency.is_above
-            self.num_ends += residency.is_end
-            if was_in_memory == (residency.is_above or residency.is_end):
+            was_in_memory = node.is_above or node.is_end
+            node.is_above = any(child.is_above or child.is_end for child in node.children)
+            self.num_ends -= node.is_end
+            node.is_end = node.is_held and not node.is_above
+            self.num_ends += node.is_end
+            if was_in_memory == (node.is_above or node.is_end):
                 return
             node = node.parent
 
     def _leave_ends(self, node: Node) -> None:
         """Stop counting an edge that has left the trie."""
-        self.num_ends -= node.residency.is_end
-        node.residency.is_end = node.residency.is_above = False
+        self.num_ends -= node.is_end
+        node.is_end = node.is_above = False
 
     def bytes_by_type(self) -> Counter[str]:
         """Bytes of blocks and of states by what ends at their edge, each counted once."""
         found: Counter[str] = Counter()
         for (group, _), nodes in self._readers.items():
-            found[min(nodes, key=lambda node: node.hash).residency.kind] += self._sizes[group]
+            found[min(nodes, key=lambda node: node.hash).kind] += self._sizes[group]
         for checkpoint in self._order.states():
             found[checkpoint.kind] += checkpoint.nbytes
         return found
@@ -448,9 +439,9 @@ class KVIndex:
         self.pool.check()
         readers: dict[Owned, dict[Node, None]] = {}
         for node in self.trie:
-            outside = [p for p in node.residency.checkpoints if not node.start < p <= node.end]
+            outside = [p for p in node.checkpoints if not node.start < p <= node.end]
             assert not outside, f"checkpoints {outside} outside of ({node.start}, {node.end}]"
-            for owned in node.residency.owned:
+            for owned in node.owned:
                 readers.setdefault(owned, {})[node] = None
         assert readers == self._readers, (
             f"{len(readers)} blocks in the trie != {len(self._readers)} in the index"
@@ -458,24 +449,24 @@ class KVIndex:
         above = {
             each
             for node in self.trie
-            if node.residency.is_held and node.parent is not None
+            if node.is_held and node.parent is not None
             for each in node.parent.path()
         }
-        ends = {node for node in self.trie if node.residency.is_held} - above
+        ends = {node for node in self.trie if node.is_held} - above
         assert ends == set(self.ends()), (
             f"{len(ends)} ends in the trie != {len(self.ends())} marked"
         )
         assert len(ends) == self.num_ends, (
             f"{len(ends)} ends in the trie != {self.num_ends} counted"
         )
-        states = {c for node in self.trie for c in node.residency.checkpoints.values() if c.states}
+        states = {c for node in self.trie for c in node.checkpoints.values() if c.states}
         self._order.check(states)
         assert self.state_bytes == sum(c.nbytes for c in states), (
             f"{self.state_bytes} bytes of states"
         )
         sizes: dict[Hashable, int] = {owned: self._sizes[owned[0]] for owned in readers}
         self.accounting.check(
-            sizes | {c: c.nbytes for node in self.trie for c in node.residency.checkpoints.values()}
+            sizes | {c: c.nbytes for node in self.trie for c in node.checkpoints.values()}
         )
         for owned in readers:
             expected, pins = (
@@ -490,19 +481,17 @@ class KVIndex:
         """Return whether a pin retains a block: of a full group with its node, of a window with
         a checkpoint.
         """
-        pinned = [node for node in self._readers.get(owned, ()) if node.residency.pins]
+        pinned = [node for node in self._readers.get(owned, ()) if node.pins]
         if not pinned or owned[0] in self.full_groups:
             return bool(pinned)
-        checkpoints = (
-            checkpoint for node in pinned for checkpoint in node.residency.checkpoints.values()
-        )
+        checkpoints = (checkpoint for node in pinned for checkpoint in node.checkpoints.values())
         return any(
             owned in checkpoint.ring_blocks and self.is_pinned(checkpoint)
             for checkpoint in checkpoints
         )
 
     def _pin_blocks(self, node: Node) -> None:
-        for owned in node.residency.owned:
+        for owned in node.owned:
             self._pin_block(owned)
 
     def _pin_block(self, owned: Owned) -> None:
@@ -513,8 +502,8 @@ class KVIndex:
 
     def _cache_blocks(self, node: Node, owner: str | None) -> None:
         tokens = node.end - node.start
-        for owned in node.residency.blocks:
-            node.residency.owner = self._cache(node, owned, tokens, owner)
+        for owned in node.blocks:
+            node.owner = self._cache(node, owned, tokens, owner)
 
     def _cache(self, node: Node, owned: Owned, tokens: int, owner: str | None) -> str | None:
         """Returns the block's owner."""
@@ -526,7 +515,7 @@ class KVIndex:
         return self.accounting.charge(owned, self._sizes[owned[0]], owner)
 
     def _uncache(self, node: Node, blocks: Collection[Owned], gone: Collection[Owned]) -> None:
-        still = node.residency.owned if node.residency.checkpoints else ()
+        still = node.owned if node.checkpoints else ()
         for owned in blocks:
             if owned not in gone:
                 self.pool.groups[owned[0]].uncache(owned[1])
@@ -545,7 +534,7 @@ class KVIndex:
         Ends first: the checkpoint before one may be the last of its conversation again.
         """
         for below in list(node.subtree())[::-1]:
-            for position, checkpoint in sorted(below.residency.checkpoints.items(), reverse=True):
+            for position, checkpoint in sorted(below.checkpoints.items(), reverse=True):
                 if position > after:
                     self._remove_checkpoint(checkpoint, gone)
 
@@ -553,23 +542,22 @@ class KVIndex:
         """Move the checkpoints up to `end`, in memory and on disk, to a sibling that has the
         same tokens up to there.
         """
-        was, other = node.residency, sibling.residency
         for position in [
-            each for each in was.checkpoints if each <= end and each not in other.checkpoints
+            each for each in node.checkpoints if each <= end and each not in sibling.checkpoints
         ]:
-            checkpoint = was.checkpoints.pop(position)
-            other.checkpoints[position], checkpoint.node = checkpoint, sibling
+            checkpoint = node.checkpoints.pop(position)
+            sibling.checkpoints[position], checkpoint.node = checkpoint, sibling
             for owned in checkpoint.ring_blocks:
-                if owned not in was.ring_blocks:
+                if owned not in node.ring_blocks:
                     self._readers[owned].pop(node, None)
                 self._readers[owned][sibling] = None
                 self._pin_block(owned)
-        other.take_records(was, end)
+        sibling.take_records(node, end)
         self._count_ends(sibling)
 
     def _remove_checkpoint(self, checkpoint: Checkpoint, gone: Collection[Owned]) -> None:
         node = checkpoint.node
-        del node.residency.checkpoints[checkpoint.position]
+        del node.checkpoints[checkpoint.position]
         self.mark("checkpoint", node.hash_at(checkpoint.position))
         self.accounting.release(checkpoint)
         self._order.remove(checkpoint)
@@ -578,6 +566,6 @@ class KVIndex:
         self._count_ends(node)
 
 
-def _checkpoint_records(node: Node, residency: Residency, last: int) -> list[Key]:
+def _checkpoint_records(node: Node, last: int) -> list[Key]:
     """The records of checkpoints that end in a node, after `last`."""
-    return [Key(kind, node.hash_at(end)) for kind, end in residency.records if end > last]
+    return [Key(kind, node.hash_at(end)) for kind, end in node.records if end > last]

@@ -83,9 +83,7 @@ def _cause(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, sa
     parent = match.full_nodes[-1] if match.full_nodes else index.trie.root_of(salt)
     if index.was_evicted(parent, encode(tokens[parent.end : parent.end + BLOCK_TOKENS])):
         return "evicted"
-    is_elsewhere = match.partial is None and any(
-        not child.residency.in_memory for child in parent.children
-    )
+    is_elsewhere = match.partial is None and any(not child.in_memory for child in parent.children)
     if is_elsewhere and index.trie.match(tokens, salt).tokens > match.tokens:
         return "on disk"
     if continuation(match, 1):

@@ -106,9 +106,7 @@ class Retention:
         """The records that a pinned prefix is resumed from, on disk or not."""
         found = {Key(BLOCK, each.hash) for node in pin.nodes for each in node.with_merged}
         found |= {
-            Key(WINDOW, node.hash)
-            for node in pin.nodes
-            if (WINDOW, node.end) in node.residency.records
+            Key(WINDOW, node.hash) for node in pin.nodes if (WINDOW, node.end) in node.records
         }
         last = pin.node and pin.node.latest
         if last is not None and last.start < pin.position <= last.end:
@@ -187,11 +185,9 @@ class Quotas:
                     continue
                 others = any(
                     checkpoint.owner not in (owner, None)
-                    for checkpoint in node.residency.checkpoints.values()
+                    for checkpoint in node.checkpoints.values()
                 )
-                if not others and not any(
-                    c.residency.in_memory or c.residency.checkpoints for c in node.children
-                ):
+                if not others and not any(c.in_memory or c.checkpoints for c in node.children):
                     yield node
 
     def _checkpoints(self, owner: str, only_superseded: bool = False) -> Iterator[Checkpoint]:

@@ -8,8 +8,8 @@
 
 The last edge of a sequence may be shorter than a block. Siblings may start alike: matching inside a
 block is by token. Each salt has its own root: prefixes under different salts never share a hash, an
-edge or a block. Knows tokens and hashes; what is cached of an edge is its `residency`, which the
-trie never reads. Owned by the generation thread.
+edge or a block. Knows tokens and hashes; an edge also says what is cached of it, which the trie
+never reads. Owned by the generation thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_SIBLINGS = 64
 Owned = tuple[int, int]  # (layer group, block)
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Node:
     """One edge: up to 256 tokens. `hash` names the whole prefix up to its end.
 
@@ -45,18 +45,43 @@ class Node:
     merged_into:  the longer edge that has taken its place.
     removed:      whether remove() has cut it off.
     number:       higher than those of the edges that were added before it.
+
+    What is cached of it:
+
+    blocks:       of each full layer group the block, while `in_memory`.
+    on_disk:      whether its block record is on disk, or about to be.
+    checkpoints:  those inside the edge, by absolute token position.
+    records:      the records of checkpoints, by their kind and the position at which they end; a
+                  window record with the position of the checkpoint it was cut from.
+    shorter:      edges that were merged into this one; the records of those on disk serve until
+                  this one is on disk.
+    pins:         those that retain its blocks.
+    kind:         what ends here: system, user or assistant.
+    owner:        the agent whose bytes its blocks count as, if any.
+    is_above:     whether something in memory belongs to an edge below; `is_end`: whether something
+                  belongs to this edge alone.
     """
 
-    parent: Node | None = field(repr=False)
+    parent: Node | None
     start: int
-    tokens: bytes = field(repr=False)
+    tokens: bytes
     hash: bytes
     salt: bytes = SHARED
-    children: list[Node] = field(default_factory=list, repr=False)
-    residency: Residency = field(default_factory=lambda: Residency(), repr=False)
-    merged_into: Node | None = field(default=None, repr=False)
+    children: list[Node] = field(default_factory=list)
+    merged_into: Node | None = None
     removed: bool = False
     number: int = 0
+    blocks: tuple[Owned, ...] = ()
+    in_memory: bool = True
+    on_disk: bool = False
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    records: dict[tuple[str, int], int] = field(default_factory=dict)
+    shorter: list[Node] = field(default_factory=list)
+    pins: set[PinnedPrefix] = field(default_factory=set)
+    kind: str = "assistant"
+    owner: str | None = None
+    is_above: bool = False
+    is_end: bool = False
 
     @property
     def end(self) -> int:
@@ -81,7 +106,7 @@ class Node:
     @property
     def with_merged(self) -> list[Node]:
         """This node, and the shorter edges whose records serve until it is on disk."""
-        return [self, *self.residency.shorter]
+        return [self, *self.shorter]
 
     def hash_at(self, end: int) -> bytes:
         """The hash of the prefix that ends before token number `end`, inside this edge."""
@@ -125,6 +150,45 @@ class Node:
             node = stack.pop()
             yield node
             stack += node.children
+
+    @property
+    def is_held(self) -> bool:
+        """Whether something of this edge is in memory."""
+        return bool(self.blocks or self.checkpoints)
+
+    @property
+    def ring_blocks(self) -> list[Owned]:
+        """Every ring block, once for each checkpoint."""
+        return [
+            owned for checkpoint in self.checkpoints.values() for owned in checkpoint.ring_blocks
+        ]
+
+    @property
+    def owned(self) -> list[Owned]:
+        """Every block of it in memory."""
+        return [*self.blocks, *self.ring_blocks]
+
+    def take_records(self, other: Node, end: int) -> None:
+        """Take the records of checkpoints up to `end` from another edge.
+
+        Where both have a record, that of this edge counts.
+        """
+        taken = {each: other.records.pop(each) for each in list(other.records) if each[1] <= end}
+        self.records = taken | self.records
+
+    def take_over(self, shorter: Node) -> None:
+        """Take the pins and records of a shorter edge that this one contains."""
+        # Where both have a record, that of this edge counts.
+        self.records = shorter.records | self.records
+        self.pins |= shorter.pins
+        self.shorter += [*shorter.shorter, *([shorter] if shorter.on_disk else [])]
+        shorter.pins, shorter.shorter = set(), []
+
+    def forget(self) -> None:
+        """Nothing of it is cached any more, and nothing follows it. References to it may remain."""
+        self.blocks, self.in_memory, self.on_disk = (), False, False
+        self.checkpoints, self.records, self.shorter = {}, {}, []
+        self.pins, self.children = set(), []
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,71 +331,6 @@ class Checkpoint:
         return [(group, block) for group, (ids, _) in self.rings.items() for block in ids]
 
 
-@dataclass(eq=False, slots=True)
-class Residency:
-    """Where the keys and values of one edge are.
-
-    blocks:          of each full layer group the block, while `in_memory`.
-    on_disk:         whether its block record is on disk, or about to be.
-    checkpoints:     those inside the edge, by absolute token position.
-    records:         the records of checkpoints, by their kind and the position at which they end; a
-                     window record with the position of the checkpoint it was cut from.
-    shorter:         edges that were merged into this one; the records of those on disk serve until
-                     this one is on disk.
-    pins:            those that retain its blocks.
-    kind:            what ends here: system, user or assistant.
-    owner:           the agent whose bytes its blocks count as, if any.
-    is_above:        whether something in memory belongs to an edge below; `is_end`: whether
-                     something belongs to this edge alone.
-    """
-
-    blocks: tuple[Owned, ...] = ()
-    in_memory: bool = True
-    on_disk: bool = False
-    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
-    records: dict[tuple[str, int], int] = field(default_factory=dict)
-    shorter: list[Node] = field(default_factory=list)
-    pins: set[PinnedPrefix] = field(default_factory=set)
-    kind: str = "assistant"
-    owner: str | None = None
-    is_above: bool = False
-    is_end: bool = False
-
-    @property
-    def is_held(self) -> bool:
-        """Whether something of this edge is in memory."""
-        return bool(self.blocks or self.checkpoints)
-
-    @property
-    def ring_blocks(self) -> list[Owned]:
-        """Every ring block, once for each checkpoint."""
-        return [
-            owned for checkpoint in self.checkpoints.values() for owned in checkpoint.ring_blocks
-        ]
-
-    @property
-    def owned(self) -> list[Owned]:
-        """Every block of it in memory."""
-        return [*self.blocks, *self.ring_blocks]
-
-    def take_records(self, other: Residency, end: int) -> None:
-        """Take the records of checkpoints up to `end` from another edge.
-
-        Where both have a record, that of this edge counts.
-        """
-        taken = {each: other.records.pop(each) for each in list(other.records) if each[1] <= end}
-        self.records = taken | self.records
-
-    def merge(self, old: Node) -> None:
-        """Take the pins and records of a shorter edge that this one contains."""
-        shorter = old.residency
-        # Where both have a record, that of this edge counts.
-        self.records = shorter.records | self.records
-        self.pins |= shorter.pins
-        self.shorter += [*shorter.shorter, *([old] if shorter.on_disk else [])]
-        shorter.pins, shorter.shorter = set(), []
-
-
 def positions(
     path: Sequence[Node],
     at_most: int,
@@ -357,7 +356,7 @@ def records_of(node: Node) -> Iterator[Key]:
     """
     for each in node.with_merged:
         yield Key(BLOCK, each.hash)
-    yield from (Key(kind, node.hash_at(end)) for kind, end in node.residency.records)
+    yield from (Key(kind, node.hash_at(end)) for kind, end in node.records)
 
 
 class Trie:
@@ -489,15 +488,12 @@ class Trie:
         at = bisect_left(node.children, edge, key=_tokens)
         return takewhile(lambda child: child.tokens.startswith(edge), node.children[at:])
 
-    def add(
-        self, node: Node, edge: bytes, residency: Residency | None = None
-    ) -> tuple[Node, list[Node]]:
+    def add(self, node: Node, edge: bytes) -> tuple[Node, list[Node]]:
         """A new child.
 
         Returns it and the shorter siblings that it contains: they are merged into it and out of the
         tree.
         """
-        residency = Residency() if residency is None else residency
         self._num_added += 1
         new = Node(
             node,
@@ -505,8 +501,6 @@ class Trie:
             edge,
             edge_hash(node.hash, edge),
             node.salt,
-            [],
-            residency,
             number=self._num_added,
         )
         shorter = [

@@ -151,11 +151,8 @@ class TieredPrefixCache(PrefixCache):
             if node not in sizes:
                 sizes[node] = self._memory_bytes(node), self.stored.size(node)
         memory, disk = [sizes[node][0] for node in nodes], [sizes[node][1] for node in nodes]
-        here = sum(
-            node.end - node.start
-            for node in takewhile(lambda node: node.residency.in_memory, nodes)
-        )
-        on_disk = list(takewhile(lambda node: node.residency.on_disk, nodes))
+        here = sum(node.end - node.start for node in takewhile(lambda node: node.in_memory, nodes))
+        on_disk = list(takewhile(lambda node: node.on_disk, nodes))
         return Measure(
             tokens_in_memory=min(match.tokens, here),
             tokens_on_disk=min(match.tokens, sum(node.end - node.start for node in on_disk)),
@@ -167,5 +164,5 @@ class TieredPrefixCache(PrefixCache):
 
     def _memory_bytes(self, node: Node) -> int:
         sizes = [self.arena.spec.bytes_per_block(group) for group in self.arena.spec.groups]
-        blocks = sum(sizes[group] for group, _ in set(node.residency.owned))
-        return blocks + sum(checkpoint.nbytes for checkpoint in node.residency.checkpoints.values())
+        blocks = sum(sizes[group] for group, _ in set(node.owned))
+        return blocks + sum(checkpoint.nbytes for checkpoint in node.checkpoints.values())

@@ -332,7 +332,7 @@ class StoredRecords:
         for key in keys:
             if key.kind != BLOCK:
                 self._forget_checkpoint_record(key, again)
-            elif (node := self.index.trie.node(key.hash)) is not None and node.residency.on_disk:
+            elif (node := self.index.trie.node(key.hash)) is not None and node.on_disk:
                 self.index.lost(node)
 
     def lost(self, keys: Iterable[Key]) -> None:
@@ -355,7 +355,7 @@ class StoredRecords:
         ):
             return root
         node = self.index.trie.node(record.parent)
-        return node if node is not None and node.residency.on_disk else None
+        return node if node is not None and node.on_disk else None
 
     def _add_block(self, record: Record, at_start: bool = False) -> None:
         """Add a block whose parent is on disk.
@@ -456,7 +456,7 @@ class StoredRecords:
     def _unwritten(self, checkpoint: Checkpoint) -> CheckpointWrite | None:
         """The first record of a checkpoint, if the trie still has it, that is not on disk."""
         node, position = checkpoint.node, checkpoint.position
-        if node.residency.checkpoints.get(position) is not checkpoint:
+        if node.checkpoints.get(position) is not checkpoint:
             return None
         for segment in reversed(self.rings.segments(node, position)):
             if not self._has(segment, position):
@@ -465,7 +465,7 @@ class StoredRecords:
                     self.store, WINDOW, *segment, self._parts(segment, position), extra
                 )
                 return CheckpointWrite(record, segment, checkpoint)
-        if checkpoint.states and (STATE, position) not in node.residency.records:
+        if checkpoint.states and (STATE, position) not in node.records:
             arrays = _by_name(checkpoint.states)
             parts = tuple(
                 Part(name, safetensors_name(array.dtype), tuple(array.shape))
@@ -492,7 +492,7 @@ class StoredRecords:
         return at >= position // BLOCK_TOKENS * BLOCK_TOKENS > 0
 
     def _add(self, key: Key, node: Node, end: int, cut: int) -> None:
-        node.residency.records[key.kind, end] = cut
+        node.records[key.kind, end] = cut
         if key not in self._places:
             self.index.mark(key.kind, key.hash)
         self._places[key] = (node, end)
@@ -502,7 +502,7 @@ class StoredRecords:
         if node is not None:
             self.index.mark(key.kind, key.hash)
             for each in self._may_have(node, end):
-                each.residency.records.pop((key.kind, end), None)
+                each.records.pop((key.kind, end), None)
         source = self._sources.pop(key, None)
         checkpoint = None if source is None else source()
         if again and checkpoint is not None:
@@ -547,7 +547,7 @@ class StoredRecords:
 
     def _ends(self, node: Node) -> Iterable[int]:
         last = STATE if self.arena.state_leaves else WINDOW
-        return (end for kind, end in node.residency.records if kind == last)
+        return (end for kind, end in node.records if kind == last)
 
     def records_at(self, node: Node, position: int) -> list[tuple[Key, WindowSegment]]:
         """The records that a position stands on, and their tokens: windows, the last ones first,
@@ -600,7 +600,7 @@ class StoredRecords:
         self.rings.put_back(segment, cut, found.views, position, ids)
 
     def _has(self, segment: WindowSegment, position: int) -> bool:
-        cut = segment.node.residency.records.get((WINDOW, segment.end))
+        cut = segment.node.records.get((WINDOW, segment.end))
         return cut is not None and self.rings.covers(segment, cut, position)
 
     def _parts(self, segment: WindowSegment, cut: int) -> tuple[Part, ...]:

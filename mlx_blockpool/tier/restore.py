@@ -163,7 +163,7 @@ class RestoreJob:
         full = [pool.open_table(group) for group in groups]
         rings = [pool.open_table(group) for group in windows.sizes if plan.node is not None]
         self._tables = [*full, *rings]
-        cached = [node.residency.blocks for node in plan.path if node.residency.in_memory]
+        cached = [node.blocks for node in plan.path if node.in_memory]
         for index, table in enumerate(full):
             pool.append_shared(table, [blocks[index][1] for blocks in cached])
         counts = [len(plan.missing)] * len(full) + (windows.counts(plan.position) if rings else [])
@@ -429,7 +429,7 @@ class Restores(NoRestores):
         most, have = min(match.tokens, at_most), resumable(self.arena, in_memory(match), at_most)[0]
         if not self.arena.spec.needs_checkpoints:
             path = list(takewhile(lambda node: node.start < most and _is_cached(node), match.path))
-            missing = [node for node in path if not node.residency.in_memory]
+            missing = [node for node in path if not node.in_memory]
             tokens = min(path[-1].end, most) - have if missing else 0
             if tokens > 0:
                 yield RestorePlan(path, missing, have, tokens)
@@ -437,7 +437,7 @@ class Restores(NoRestores):
         for node, position in self.records.positions(match.path, most, have):
             path = [n for n in match.path if n.start < position]
             if all(map(_is_cached, path)):
-                missing = [n for n in path if not n.residency.in_memory]
+                missing = [n for n in path if not n.in_memory]
                 yield RestorePlan(path, missing, have, position - have, node, position)
 
     def readable_part(self, plan: RestorePlan) -> RestorePlan | None:
@@ -468,7 +468,7 @@ class Restores(NoRestores):
 
     def touch(self, path: Sequence[Node]) -> None:
         """Note a path as used now: the budget drops records that were used longer ago first."""
-        keys = [Key(BLOCK, node.hash) for node in path if node.residency.on_disk]
+        keys = [Key(BLOCK, node.hash) for node in path if node.on_disk]
         checkpoints = path and self.arena.spec.needs_checkpoints
         found = self.records.find(path, path[-1].end) if checkpoints else None
         self.store.touch(keys if found is None else [*keys, *self.records.keys(*found)])
@@ -544,7 +544,7 @@ class Restores(NoRestores):
         """Let all share a block that copy_into_pool() has filled, unless it was dropped or
         computed meanwhile.
         """
-        is_missing = step.node.is_in_trie and not step.node.residency.in_memory
+        is_missing = step.node.is_in_trie and not step.node.in_memory
         if step.key.kind == BLOCK and is_missing:
             self.index.set_blocks(step.node, step.block)
             self.num_restored += step.node.end - step.node.start
@@ -566,7 +566,7 @@ class Restores(NoRestores):
         """
         self.rates.restored(busy.amount, busy.seconds)
         node, position = job.plan.node and job.plan.node.latest, job.plan.position
-        if node is None or not node.is_in_trie or position in node.residency.checkpoints:
+        if node is None or not node.is_in_trie or position in node.checkpoints:
             return
         with suppress(PoolExhaustedError):
             self.admission.ensure_states(self.arena.spec.state_bytes(position))
@@ -575,7 +575,7 @@ class Restores(NoRestores):
 
 
 def _is_cached(node: Node) -> bool:
-    return node.residency.in_memory or node.residency.on_disk
+    return node.in_memory or node.on_disk
 
 
 class Rate:

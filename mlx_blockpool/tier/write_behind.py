@@ -130,7 +130,7 @@ class StoredPrefixes(DiskTier):
         """Queue a node for writing; a partial block waits until its conversation has rested for
         `idle_seconds`.
         """
-        if node.residency.on_disk or not node.residency.in_memory:
+        if node.on_disk or not node.in_memory:
             return
         if node.is_full:
             self.queue.pending[node] = None
@@ -140,7 +140,7 @@ class StoredPrefixes(DiskTier):
     def enqueue_path(self, path: PrefixRef, whole: bool = False) -> None:
         for node in path.path:
             self.enqueue(node)
-            for checkpoint in list(node.residency.checkpoints.values()):
+            for checkpoint in list(node.checkpoints.values()):
                 if whole or (not checkpoint.is_queued and checkpoint.position <= path.tokens):
                     self.records.enqueue(checkpoint)
 
@@ -250,16 +250,16 @@ class StoredPrefixes(DiskTier):
         return self.store.close(_seconds_until(until)) and left in (0, before)
 
     def _num_unwritten(self) -> int:
-        nodes = sum(not node.residency.on_disk for node in self.index.trie)
+        nodes = sum(not node.on_disk for node in self.index.trie)
         return nodes + len(self.records.queue)
 
     def _is_writable(self, node: Node) -> bool:
         parent = node.parent
         assert parent is not None
         return (
-            node.residency.in_memory
-            and not node.residency.on_disk
-            and (parent.parent is None or parent.residency.on_disk)
+            node.in_memory
+            and not node.on_disk
+            and (parent.parent is None or parent.on_disk)
             and node.is_in_trie
         )
 
@@ -271,14 +271,14 @@ class StoredPrefixes(DiskTier):
         node = write.segment.node
         if self._is_writable(node) and self._write(node, write) is None:
             return None
-        return node.residency.on_disk
+        return node.on_disk
 
     def _write(self, node: Node, checkpoint: CheckpointWrite | None = None) -> int | None:
         """Write one node.
 
         Returns the bytes passed on; 0 if they are over the budget, None if the store is busy.
         """
-        parts, extra = self.restores.parts(node.end - node.start), {"kind": node.residency.kind}
+        parts, extra = self.restores.parts(node.end - node.start), {"kind": node.kind}
         record = record_of(self.store, BLOCK, node, node.end, parts, extra)
         written = self._put(record, node, checkpoint)
         if written:
@@ -332,7 +332,7 @@ class StoredPrefixes(DiskTier):
         """The bytes of a block, out of the pool."""
         return [
             as_bytes(array)
-            for array in copy_out(self.arena, list(node.residency.blocks), 0, node.end - node.start)
+            for array in copy_out(self.arena, list(node.blocks), 0, node.end - node.start)
         ]
 
     def _settle(self) -> None:

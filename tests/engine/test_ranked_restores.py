@@ -114,10 +114,7 @@ class Rank:
             self.stored.forget(fact) if isinstance(fact, Lost) else driver.apply([fact])
         self.told.take(driver.next())
         index = self.prefix.index
-        nodes = [
-            (n.hash.hex()[:8], n.residency.blocks, n.residency.on_disk, [*n.residency.checkpoints])
-            for n in index.trie
-        ]
+        nodes = [(n.hash.hex()[:8], n.blocks, n.on_disk, [*n.checkpoints]) for n in index.trie]
         self.trace.append(
             repr(
                 (

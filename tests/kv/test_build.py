@@ -107,7 +107,7 @@ def test_a_fetch_copies_the_known_prefix_only_where_attention_needs_one_piece(
     first = prefix.acquire(prompt, 10)
     model(mx.array([prompt]), cache=first.caches)
     prefix.release(prompt, first.caches)
-    known = {block for node in prefix.index.trie for _, block in node.residency.blocks}
+    known = {block for node in prefix.index.trie for _, block in node.blocks}
     again = prefix.acquire([*prompt[:768], 5, 6], 10)
     assert again.lookup.hit == 768
     shared = [block for block in again.caches[0].sequence.tables[0].ids if block in known]

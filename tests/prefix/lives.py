@@ -143,7 +143,7 @@ class Life:
         return [node.hash for node in self.prefix.index.trie.match(tokens).path]
 
     def on_disk(self, tokens: Sequence[int]) -> list[bool]:
-        return [node.residency.on_disk for node in self.prefix.index.trie.match(tokens).path]
+        return [node.on_disk for node in self.prefix.index.trie.match(tokens).path]
 
 
 class Keeper(Life):

@@ -45,6 +45,6 @@ class Follower(Replica):
 
 def contents_of(index: KVIndex) -> Contents:
     return {
-        MEMORY: {node.hash for node in index.trie if node.residency.in_memory},
-        DISK: {node.hash for node in index.trie if node.residency.on_disk},
+        MEMORY: {node.hash for node in index.trie if node.in_memory},
+        DISK: {node.hash for node in index.trie if node.on_disk},
     }

@@ -16,9 +16,7 @@ FULL_GROUP, WINDOW_GROUP = 1, 0
 
 def checkpoints(life: Life, tokens: list[int]) -> dict[int, Checkpoint]:
     path = life.prefix.match(tokens).path
-    return {
-        position: found for node in path for position, found in node.residency.checkpoints.items()
-    }
+    return {position: found for node in path for position, found in node.checkpoints.items()}
 
 
 def superseded(life: Life, tokens: list[int]) -> list[int]:
@@ -132,8 +130,8 @@ def test_blocks_that_nothing_resumes_from_are_evicted_first() -> None:
     life.answer(old)
     life.answer(prompt, places=[512])
     path = life.prefix.match(prompt).path
-    life.prefix.index.remove_checkpoint(path[-1].residency.checkpoints[1536])
-    behind = [node.residency.blocks[0][1] for node in path[:1:-1]]
+    life.prefix.index.remove_checkpoint(path[-1].checkpoints[1536])
+    behind = [node.blocks[0][1] for node in path[:1:-1]]
     assert eviction_order(life.arena.pool, FULL_GROUP)[: len(behind)] == behind
     life.check()
     assert life.acquired([*prompt, 1]) == 512
@@ -147,5 +145,5 @@ def test_in_a_full_model_the_end_of_the_conversation_used_longest_ago_goes_first
     life.answer(new)
     life.answer([*old[:256], *text(3, 256)])
     paths = [life.prefix.match(tokens).path for tokens in (old, new)]
-    expected = [node.residency.blocks[0][1] for node in (*paths[0][:0:-1], *paths[1][::-1])]
+    expected = [node.blocks[0][1] for node in (*paths[0][:0:-1], *paths[1][::-1])]
     assert eviction_order(life.arena.pool, 0)[: len(expected)] == expected

@@ -46,13 +46,13 @@ def test_a_longer_edge_takes_over_the_checkpoints_of_shorter_ones() -> None:
     checkpoint = indexed.checkpoint(short, 300)
     longer = indexed.add(first, A[256:400], 2)
     assert short.latest is longer
-    assert (longer.residency.kind, longer.residency.checkpoints) == ("user", {300: checkpoint})
+    assert (longer.kind, longer.checkpoints) == ("user", {300: checkpoint})
     indexed.index.check()
     whole = indexed.add(first, A[256:512], 3)
     indexed.add(whole, A[512:], 1)
     indexed.index.check()
     # Block 1 is full now and its checkpoint is in the middle of it.
-    assert [n.residency.checkpoints for n in indexed.index.trie.match(A).path] == [
+    assert [n.checkpoints for n in indexed.index.trie.match(A).path] == [
         {},
         {300: checkpoint},
         {},

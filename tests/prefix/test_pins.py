@@ -326,9 +326,7 @@ def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: 
         keeper.check()
         for timed in keeper.pins:
             path = [node.latest for node in timed.ref.path]
-            assert all(node.residency.in_memory for node in path), (
-                "a block of what is pinned has gone"
-            )
+            assert all(node.in_memory for node in path), "a block of what is pinned has gone"
     for found, prompt, pins in live:
         keeper.compute(found, prompt)  # type: ignore[arg-type]
         keeper.end(found, prompt, pins)  # type: ignore[arg-type]

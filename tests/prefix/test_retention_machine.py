@@ -126,10 +126,10 @@ class RetentionMachine(RuleBasedStateMachine):
             return
         self.keeper.check()
         for pin in self.pins:
-            assert all(node.residency.in_memory and not node.removed for node in pin.nodes), (
+            assert all(node.in_memory and not node.removed for node in pin.nodes), (
                 "an edge of what is pinned has gone"
             )
-            assert pin.node is None or pin.position in pin.node.latest.residency.checkpoints, (
+            assert pin.node is None or pin.position in pin.node.latest.checkpoints, (
                 "its checkpoint has gone"
             )
 

@@ -132,7 +132,7 @@ def cached(driver: GroupDriver, prefix: TieredPrefixCache) -> str:
     for root in sorted(index.trie.roots(), key=lambda root: root.salt):
         # A root that nothing is below goes when cycles are collected.
         for node in root.subtree() if root.children else ():
-            kept = node.residency
+            kept = node
             found: list[Any] = [
                 node.hash.hex()[:6],
                 node.start,

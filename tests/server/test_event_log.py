@@ -250,7 +250,7 @@ def test_a_walk_passes_nodes_that_have_left_the_trie_meanwhile(
     root = Node(None, 0, b"", b"root", children=nodes)
     for node in nodes:
         node.parent = root
-    nodes[1].residency.in_memory = False
+    nodes[1].in_memory = False
     served: Any = SimpleNamespace(
         prefix=SimpleNamespace(index=SimpleNamespace(trie=SimpleNamespace(roots=lambda: [root])))
     )

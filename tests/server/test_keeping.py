@@ -193,7 +193,7 @@ def records(client: Client, text: str) -> list[bool]:
     stored = client.generator.model.prefix.stored
     until(lambda: not (stored.report()["pending"] or stored.report()["queued_bytes"]))
     tokens = client.generator.model_provider.tokenizer.encode(text, add_special_tokens=False)
-    return [node.residency.on_disk for node in stored.index.trie.match(tokens).full_nodes]
+    return [node.on_disk for node in stored.index.trie.match(tokens).full_nodes]
 
 
 def chat(client: Client, text: str, **options: Any) -> int:

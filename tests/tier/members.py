@@ -12,6 +12,7 @@ from prefix.lives import Life
 from store.stores import NAMESPACE
 
 from mlx_blockpool.prefix.eviction import eviction_order
+from mlx_blockpool.prefix.trie import Node
 from mlx_blockpool.ranks import facts
 from mlx_blockpool.ranks.group import Ranks
 from mlx_blockpool.ranks.head import Head, TurnClock
@@ -94,7 +95,7 @@ class Member(Life):
 
     def figures(self) -> list[Any]:
         index, pool = self.prefix.index, self.arena.pool
-        nodes = [(node.hash[:4].hex(), node.end, *_kept(node.residency)) for node in index.trie]
+        nodes = [(node.hash[:4].hex(), node.end, *_kept(node)) for node in index.trie]
         order = [list(eviction_order(pool, group)) for group in range(len(pool.groups))]
         pending = [
             node.hash[:4].hex() for node in [*self.stored.queue.pending, *self.stored.queue.resting]
@@ -110,11 +111,11 @@ class Member(Life):
         }
 
 
-def _kept(residency: Any) -> list[Any]:
+def _kept(node: Node) -> list[Any]:
     return [
-        residency.in_memory,
-        residency.on_disk,
-        residency.blocks,
-        list(residency.checkpoints),
-        list(residency.records.items()),
+        node.in_memory,
+        node.on_disk,
+        node.blocks,
+        list(node.checkpoints),
+        list(node.records.items()),
     ]

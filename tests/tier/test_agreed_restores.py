@@ -77,7 +77,7 @@ def resumed(life: Life) -> int:
 
 
 def resident(life: Life) -> list[bool]:
-    return [node.residency.in_memory for node in life.prefix.index.trie.match(PROMPT).path]
+    return [node.in_memory for node in life.prefix.index.trie.match(PROMPT).path]
 
 
 def test_what_all_have_is_read_after_one_vote(tmp_path: Path, spec: str) -> None:

@@ -79,7 +79,7 @@ def test_after_a_restart_too(tmp_path: Path, how: str) -> None:
     assert disk.unlinked == ends[: -len(disk.unlinked) - 1 : -1]
     for node in life.prefix.index.trie:
         assert node.parent is not None
-        assert node.parent.parent is None or node.parent.residency.on_disk
+        assert node.parent.parent is None or node.parent.on_disk
     assert life.acquired([*TWO, 1]) >= 5 * BLOCK
 
 
@@ -147,11 +147,7 @@ def test_a_churn_of_ten_times_the_budget_stays_within_it(tmp_path: Path) -> None
         assert life.store.flush()
         for node in life.prefix.index.trie:
             assert node.parent is not None
-            assert (
-                not node.residency.on_disk
-                or node.parent.parent is None
-                or node.parent.residency.on_disk
-            )
+            assert not node.on_disk or node.parent.parent is None or node.parent.on_disk
     assert life.prefix.close()
     assert disk.written > 10 * budget
     assert budget // 2 < disk.most <= budget

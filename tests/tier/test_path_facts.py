@@ -74,10 +74,7 @@ class Rank:
     def state(self) -> list[Any]:
         """What steers eviction and writing."""
         index, pool = self.life.prefix.index, self.life.arena.pool
-        nodes = [
-            (node.hash.hex(), node.residency.in_memory, node.residency.on_disk)
-            for node in index.trie
-        ]
+        nodes = [(node.hash.hex(), node.in_memory, node.on_disk) for node in index.trie]
         order = [list(eviction_order(pool, group)) for group in range(len(pool.groups))]
         return [nodes, order, pool.settle(), sorted(self.life.store.pinned)]
 
@@ -203,7 +200,7 @@ def test_a_record_that_was_noted_at_an_edge_that_went_is_forgotten_at_the_other_
     life.write(tails=True)
 
     def has_record(tokens: list[int]) -> bool:
-        return (kind, 300) in life.prefix.match(tokens).path[-1].residency.records
+        return (kind, 300) in life.prefix.match(tokens).path[-1].records
 
     gone, other = sorted(agents, key=has_record, reverse=True)
     assert (has_record(gone), has_record(other)) == (True, False)

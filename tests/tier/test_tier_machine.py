@@ -213,11 +213,11 @@ class StoredMachine(ConversationMachine):
         for node in self.prefix.index.trie:
             parent = node.parent
             assert parent is not None
-            assert (
-                not node.residency.on_disk or parent.parent is None or parent.residency.on_disk
-            ), f"the parent of {node.start} is not on disk"
-            assert not node.residency.on_disk or Key(RECORD, node.hash) in self.store
-            assert node.residency.in_memory or node.residency.on_disk
+            assert not node.on_disk or parent.parent is None or parent.on_disk, (
+                f"the parent of {node.start} is not on disk"
+            )
+            assert not node.on_disk or Key(RECORD, node.hash) in self.store
+            assert node.in_memory or node.on_disk
 
     @invariant()
     def index_and_disk_agree(self) -> None:

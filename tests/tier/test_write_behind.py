@@ -366,6 +366,6 @@ def test_what_is_under_a_salt_comes_back_under_it_alone(
     assert (found.lookup.hit, again.stored.restores.num_restored) == (len(ONE), len(ONE))
     again.prefix.discard(found.caches)
     # Blocks under another salt are still on disk alone.
-    assert not any(node.residency.in_memory for node in again.prefix.index.trie.match(ONE).path)
+    assert not any(node.in_memory for node in again.prefix.index.trie.match(ONE).path)
     again.prefix.clear()
     assert list(again.prefix.index.trie) == []

@@ -203,7 +203,7 @@ def changes_of(nodes: Iterable[Node]) -> Iterator[BlocksStored]:
     """
     open_chains: dict[str, list[Node]] = {MEMORY: [], DISK: []}
     for node in nodes:
-        for tier, is_there in ((MEMORY, node.residency.in_memory), (DISK, node.residency.on_disk)):
+        for tier, is_there in ((MEMORY, node.in_memory), (DISK, node.on_disk)):
             if not is_there:
                 continue
             chain = open_chains[tier]

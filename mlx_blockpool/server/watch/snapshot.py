@@ -231,18 +231,15 @@ def _read_edges(
     stack = [(child, -1) for root in prefix.index.trie.roots() for child in root.children]
     while stack:
         node, parent = stack.pop()
-        residency = node.residency
-        in_memory = bool(residency.blocks or residency.checkpoints)
+        in_memory = bool(node.blocks or node.checkpoints)
         if not in_memory and (stored := stored + 1) > MOST_STORED:
             found.left_out += 1
             continue
         number = numbers[node] = len(edges)
-        edges.append(
-            Edge(parent, node.start, node.end, in_memory, residency.on_disk, residency.owner)
-        )
-        for group, block in residency.blocks:
+        edges.append(Edge(parent, node.start, node.end, in_memory, node.on_disk, node.owner))
+        for group, block in node.blocks:
             found.groups[group].edges[block] = number
-        for group, block in residency.ring_blocks if residency.checkpoints else ():
+        for group, block in node.ring_blocks if node.checkpoints else ():
             found.groups[group].edges.setdefault(block, number)
         stack += [(child, number) for child in node.children]
         if number % EDGES_AT_ONCE == 0:
