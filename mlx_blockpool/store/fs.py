@@ -15,6 +15,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -160,32 +161,18 @@ class Disk:
 
         Never allocates more than the file has.
         """
-        fd = _open_regular(path)
-        try:
-            rest = max(0, os.fstat(fd).st_size - start)
-            rest = rest if size is None else min(rest, size)
-            os.lseek(fd, start, os.SEEK_SET)
-            pieces = []
-            while rest and (piece := os.read(fd, rest)):
-                pieces.append(piece)
-                rest -= len(piece)
-            return b"".join(pieces)
-        finally:
-            os.close(fd)
+        with _open_regular(path) as file:
+            rest = max(0, os.fstat(file.fileno()).st_size - start)
+            file.seek(start)
+            return file.read(rest if size is None else min(rest, size))
 
     def read_into(self, path: Path, into: Into, most: int) -> memoryview:
         """read() from the beginning, at most `most` bytes, into the memory that into(bytes)
         gives.
         """
-        fd = _open_regular(path)
-        try:
-            data = memoryview(into(min(most, os.fstat(fd).st_size)))
-            done = 0
-            while done < len(data) and (count := os.readv(fd, [data[done:]])):
-                done += count
-            return data[:done]
-        finally:
-            os.close(fd)
+        with _open_regular(path) as file:
+            data = memoryview(into(min(most, os.fstat(file.fileno()).st_size)))
+            return data[: file.readinto(data)]
 
     def size(self, path: Path) -> int:
         """Bytes of a file."""
@@ -214,7 +201,7 @@ def _entry(name: str, found: os.stat_result) -> Entry:
     )
 
 
-def _open_regular(path: Path) -> int:
+def _open_regular(path: Path) -> BufferedReader:
     """Opens a regular file. Raises BadRecordError for anything else under its name, and OSError."""
     # Opening a device can have effects, so it is checked before.
     _need_regular(os.lstat(path).st_mode)
@@ -229,7 +216,7 @@ def _open_regular(path: Path) -> int:
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return open(fd, "rb")
 
 
 def _need_regular(mode: int) -> None:
