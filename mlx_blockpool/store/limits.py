@@ -25,15 +25,14 @@ RECORDS = "records"
 
 @dataclass(frozen=True)
 class WriteDecision:
-    """Says whether the store takes a record. If it does and `is_new`, write() has to follow.
+    """Says whether the store has a record now, or will have it.
 
-    refusal:  why it does not, or None.
+    refusal:  why it does not take it, or None.
     dropped:  the keys of the records of the same model that were removed for it.
     """
 
     refusal: str | None = None
     dropped: Sequence[Key] = ()
-    is_new: bool = False
 
 
 class WriteLimits:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -132,14 +132,18 @@ class PromptStore:
             self.counts[refusal] += 1
         return refusal is None
 
-    def accept(
-        self, record: Record, spared: Container[Key] = (), anew: bool = False
+    def write(
+        self,
+        record: Record,
+        copy: Callable[[], Sequence[Buffer]],
+        spared: Container[Key] = (),
+        anew: bool = False,
     ) -> WriteDecision:
-        """Decide whether to write a record. `anew`: it replaces an older one.
+        """Pass a record to the writer unless it is on disk. `anew`: it replaces an older one.
 
-        The least recently used records make way, but none of `spared`. A record is refused, and the
-        refusal counted, if the disk, the budget, the day's limit or the queue do not allow it.
-        Never waits.
+        `copy` is called for its buffers, which must not change afterwards. The least recently used
+        records make way, but none of `spared`. A record is refused, and the refusal counted, if the
+        disk, the budget, the day's limit or the queue do not allow it. Never waits.
         """
         name, size = self._name(record.key), file_size(record)
         if name in self._index and not anew and record.key not in self._unread:
@@ -155,17 +159,10 @@ class PromptStore:
             return WriteDecision(refusal)
         dropped = self.drop(victims or ())
         self._limits.charge(size)
-        return WriteDecision(dropped=dropped, is_new=True)
-
-    def write(self, record: Record, buffers: Sequence[Buffer]) -> None:
-        """Pass a new record that was accepted to the writer.
-
-        The buffers must not change afterwards.
-        """
-        name, size = self._name(record.key), file_size(record)
         self._unread.pop(record.key, None)
-        self._pass(WriteJob(name, record, buffers, size))
+        self._pass(WriteJob(name, record, copy(), size))
         self._index.add(name, size)
+        return WriteDecision(dropped=dropped)
 
     def _has_room(self, size: int) -> bool:
         """Return whether the writer's queue, and the limit between two scans, allow this many

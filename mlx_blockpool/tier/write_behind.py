@@ -11,6 +11,7 @@ import math
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -304,19 +305,17 @@ class StoredPrefixes(DiskTier):
             # Its beginning is not among the first that room_for() looks at, for each of the blocks
             # that follow.
             self.store.touch(self._path.keys)
-        accepted = self.store.accept(
-            record, ChainMap(self._path.keys, spared), anew=record.kind != BLOCK
+        copy = (
+            partial(self._copy, node)
+            if checkpoint is None or record.kind == BLOCK
+            else partial(self.records.copy, checkpoint)
         )
-        self.records.lost(accepted.dropped)
-        if accepted.refusal is not None:
-            return self.ledger.refused(record, accepted.refusal)
-        if accepted.is_new:
-            self.store.write(
-                record,
-                self._copy(node)
-                if checkpoint is None or record.kind == BLOCK
-                else self.records.copy(checkpoint),
-            )
+        decision = self.store.write(
+            record, copy, ChainMap(self._path.keys, spared), anew=record.kind != BLOCK
+        )
+        self.records.lost(decision.dropped)
+        if decision.refusal is not None:
+            return self.ledger.refused(record, decision.refusal)
         self._path.is_touched = False
         return self.ledger.size(record)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from store.disks import QuickDisk
@@ -48,10 +49,7 @@ SIZE = file_size(chain(0, 1)[0])
 
 def put(store: PromptStore, record: Record, *spared: Record, anew: bool = False) -> str | None:
     """Why a record was not taken; None: it was."""
-    accepted = store.accept(record, {r.key for r in spared}, anew)
-    if accepted.is_new:
-        store.write(record, make_buffers(record))
-    return accepted.refusal
+    return store.write(record, lambda: make_buffers(record), {r.key for r in spared}, anew).refusal
 
 
 def put_all(store: PromptStore, records: Sequence[Record]) -> None:
@@ -122,10 +120,8 @@ def keep(root: Path, *sequences: Sequence[int], namespace: str = NAMESPACE) -> N
     store.open()
     for tokens in sequences:
         for record in path_of(tokens, namespace):
-            accepted = store.accept(record)
-            assert accepted.refusal is None
-            if accepted.is_new:
-                store.write(record, make_buffers(record, record.start))
+            copy = partial(make_buffers, record, record.start)
+            assert store.write(record, copy).refusal is None
     assert store.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 from store.chains import SIZE, chain, file_of, put, put_all, settled
 from store.clock import Clock
 from store.disks import BrokenDisk, WatchedDisk
+from store.records import make_buffers
 from store.stores import NAMESPACE, open_store, record_files
 from thorough import only
 
@@ -123,7 +124,8 @@ def test_what_was_used_is_younger_after_a_restart(tmp_path: Path) -> None:
     assert store.close()
     again = open_store(tmp_path, store_bytes=4 * SIZE)
     assert [r.hash for r in again.open()] == [r.hash for r in [*records[1:], records[0]]]
-    assert again.accept(chain(9, 1)[0]).dropped == [records[1].key]
+    (record,) = chain(9, 1)
+    assert again.write(record, lambda: make_buffers(record)).dropped == [records[1].key]
 
 
 # -- pins ------------------------------------------------------------------------------------------

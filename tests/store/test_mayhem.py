@@ -9,6 +9,7 @@ import stat
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -282,8 +283,8 @@ def served(root: Path) -> int:
             assert b"".join(bytes(view) for view in views) == data
         except (BadRecordError, FileNotFoundError):
             store.gone(record.key)
-            assert store.accept(record).is_new
-            store.write(record, make_buffers(record, record.start))
+            copy = partial(make_buffers, record, record.start)
+            assert store.write(record, copy).refusal is None
     assert store.close()
     return hits
 

@@ -72,8 +72,9 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
 def test_a_record_is_refused_before_its_bytes_are_made(tmp_path: Path) -> None:
     store = open_store(tmp_path, store_bytes=SIZE - 1)
     store.open()
-    accepted = store.accept(chain(1, 1)[0])
-    assert (accepted.refusal, accepted.dropped, accepted.is_new) == ("over budget", (), False)
+    (record,) = chain(1, 1)
+    decision = store.write(record, lambda: make_buffers(record))
+    assert (decision.refusal, decision.dropped) == ("over budget", ())
 
 
 def test_a_record_that_is_not_written_yet_can_be_read(tmp_path: Path) -> None:
