@@ -163,15 +163,14 @@ def stats(root: Path) -> Report:
     """Figures of every model and of the whole folder; sizes in bytes, times in UTC."""
     found = survey(root, noted=True)
     listing = found.listing
-    models = [_model_stats(found, namespace) for namespace in sorted(listing.models)]
-    totals = {
-        key: sum(model[key] for model in models)
-        for key in ("records", "bytes", "tokens", "orphans", "bad")
-    }
+    models = [
+        {"namespace": namespace, "model": about, **_figures(found, namespace)}
+        for namespace, about in sorted(listing.models.items())
+    ]
     return {
         "folder": str(root),
         "models": models,
-        "total": totals | _uses(listing.records),
+        "total": _figures(found),
         "agents": sorted(safe_name(agent.name) for agent in Agents(root).all()),
         "quarantine": _sizes(file for file in listing.quarantined if file.path.suffix != ".txt"),
         "leftovers": _sizes(listing.leftovers),
@@ -180,26 +179,21 @@ def stats(root: Path) -> Report:
     }
 
 
-def _model_stats(found: StoreFiles, namespace: str) -> Report:
-    files = found.listing.of(namespace)
-    headers = [
-        j.header for j in found.judged if j.file.namespace == namespace and j.header is not None
-    ]
-    return {
-        "namespace": namespace,
-        "model": found.listing.models[namespace],
-        "records": len(files),
-        "bytes": sum(file.size for file in files),
-        "tokens": sum(header.end - header.start for header in headers),
-        "orphans": sum(file.namespace == namespace for file in found.orphans),
-        "bad": sum(judged.file.namespace == namespace for judged in found.bad),
-        **_uses(files),
-    }
+def _figures(found: StoreFiles, namespace: str | None = None) -> Report:
+    """Figures of the records of one model, or of all."""
 
+    def of_model(files: Iterable[File]) -> list[File]:
+        return [file for file in files if namespace is None or file.namespace == namespace]
 
-def _uses(files: Iterable[File]) -> Report:
+    files = of_model(found.listing.records)
+    headers = {judged.file: judged.header for judged in found.judged if judged.header is not None}
     times = [file.used for file in files]
     return {
+        "records": len(files),
+        "bytes": sum(file.size for file in files),
+        "tokens": sum(headers[file].end - headers[file].start for file in of_model(headers)),
+        "orphans": len(of_model(found.orphans)),
+        "bad": len(of_model(judged.file for judged in found.bad)),
         "oldest_use": utc(min(times)) if times else None,
         "newest_use": utc(max(times)) if times else None,
     }
