@@ -58,7 +58,7 @@ NOT_SETTINGS = {
         drafts/drafting.py:CONTEXT_TOKENS kv/step.py:* engine/decode.py:MOST_FOLLOWING
         engine/sampling.py:MOST_TAKEN_BACK engine/engine.py:CLEAR_STEPS forms/compiler.py:*_BYTES
         prefix/eviction.py:* server/model_caches.py:FEW_CHECKPOINTS tier/agreement.py:CANDIDATES
-        tier/checkpoints.py:STATE_SLACK tier/restore.py:AT_ONCE
+        tier/restore.py:STATE_SLACK tier/restore.py:AT_ONCE
         """,
     "How often a thread checks and how long it works at a time: decode steps, hang-ups and stops "
     "have guaranteed times.": """

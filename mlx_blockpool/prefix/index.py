@@ -228,15 +228,11 @@ class KVIndex:
 
     def pinned_bytes(self, pins: Iterable[PinnedPrefix]) -> tuple[int, int]:
         """Bytes of the blocks, and of the states, that these pins retain, each counted once."""
-        blocks: set[Owned] = set()
-        states: set[Checkpoint] = set()
         places = {(node, pin.position) for pin in pins for node in pin.nodes}
-        for node in {node for node, _ in places}:
-            blocks.update(node.blocks)
-        for node, position in places:
-            if (checkpoint := node.checkpoints.get(position)) is not None:
-                blocks.update(checkpoint.ring_blocks)
-                states.add(checkpoint)
+        found = (node.checkpoints.get(position) for node, position in places)
+        states = {checkpoint for checkpoint in found if checkpoint is not None}
+        blocks = {owned for node, _ in places for owned in node.blocks}
+        blocks.update(*(checkpoint.ring_blocks for checkpoint in states))
         return sum(self._sizes[group] for group, _ in blocks), sum(
             checkpoint.nbytes for checkpoint in states
         )
@@ -377,8 +373,10 @@ class KVIndex:
 
     def _note_stored(self, node: Node) -> None:
         """Note the tiers that a new node is in."""
-        tiers = ((DISK, node.on_disk), (MEMORY, node.in_memory))
-        self._note(*(stored([node], tier) for tier, is_there in tiers if is_there))
+        if node.on_disk:
+            self._note(stored([node], DISK))
+        if node.in_memory:
+            self._note(stored([node], MEMORY))
 
     def _note(self, *changes: Change) -> None:
         for change in changes:

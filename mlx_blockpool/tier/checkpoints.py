@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -27,22 +26,16 @@ from ..kv.quantised import concatenated
 from ..prefix.index import KVIndex
 from ..prefix.trie import Checkpoint, Node, positions
 from ..spec import BLOCK_TOKENS, StateLayer, WindowLayer, blocks_for, safetensors_name
-from ..store.fs import Into
 from ..store.hashing import TOKEN_BYTES
 from ..store.limits import OVER_BUDGET
 from ..store.prompt_store import PromptStore
 from ..store.reader import RecordData
-from ..store.record import BLOCK, SALT, STATE, WINDOW, Expected, Key, Part, Record
+from ..store.record import BLOCK, SALT, STATE, WINDOW, Key, Part, Record
 
 # The key of a record of windows that has the position at which it was cut.
 CUT = "cut"
 # Of a position that a file names.
 MOST_DIGITS = 18
-# A state may take this many times what the spec says: a model may compute in float32 what its spec
-# counts in 16 bits.
-STATE_SLACK = 2
-
-
 # Records that are added between two steps; a disk that was away may show thousands at once.
 FOLLOW_AT_ONCE = 64
 
@@ -269,9 +262,9 @@ class StoredRecords:
         self.rings = WindowCheckpoint(arena)
         self.store = store
         self.ledger = ledger
-        # Bytes that a record may claim at most, whatever its header says.
+        # Bytes that a record of windows may claim at most, whatever its header says.
         whole = parts_of(contents(arena, list(self.rings.sizes), BLOCK_TOKENS))
-        self._window_bytes = sum(part.nbytes for part in whole)
+        self.window_bytes = sum(part.nbytes for part in whole)
         # A checkpoint rests once only its last segment is to be written.
         self.queue = WriteQueue[Checkpoint]()
         self._places: dict[Key, tuple[Node, int]] = {}
@@ -565,19 +558,6 @@ class StoredRecords:
 
     def keys(self, node: Node, position: int) -> list[Key]:
         return [key for key, _ in self.records_at(node, position)]
-
-    def read(self, key: Key, into: Into | None = None) -> Future[RecordData]:
-        """A record as it is on disk now: another process may have cut it elsewhere.
-
-        Larger ones than this model has are bad.
-        """
-        most = self._window_bytes
-        if key.kind == STATE:
-            # A record that has been forgotten meanwhile is not found, or read as a small one.
-            _, end = self._places.get(key, (None, 0))
-            most = STATE_SLACK * self.arena.spec.state_bytes(end)
-        expected = Expected(self.store.namespace, key.kind, key.hash, max_bytes=most)
-        return self.store.read(expected, into)
 
     def put_back(
         self, segment: WindowSegment, found: RecordData, position: int, ids: dict[int, list[int]]

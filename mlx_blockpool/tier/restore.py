@@ -41,6 +41,9 @@ from .checkpoints import (
 AT_ONCE = READERS + 1
 # run() checks this often whether the disk hangs, in seconds.
 WAIT_SECONDS = 0.1
+# A state may take this many times what the spec says: a model may compute in float32 what its spec
+# counts in 16 bits.
+STATE_SLACK = 2
 # The weight of earlier measurements relative to the next one.
 MEMORY = 0.75
 
@@ -295,7 +298,9 @@ class RestoreJob:
             and (step := next(self._to_read, None)) is not None
         ):
             scratch = self._unused.pop() if self._unused else _Scratch()
-            self._reading.append((step, self._restores.read(step, scratch.take), scratch))
+            self._reading.append(
+                (step, self._restores.read(step, self.plan, scratch.take), scratch)
+            )
 
 
 class NoRestores:
@@ -442,12 +447,11 @@ class Restores(NoRestores):
 
     def readable_part(self, plan: RestorePlan) -> RestorePlan | None:
         """The part of a plan that can be read now."""
-        count = sum(1 for _ in takewhile(self.is_readable, self._keys(plan)))
-        if plan.node is not None:
-            return plan if count == len(self._keys(plan)) else None
-        return (
-            plan if count == len(plan.missing) else plan.cut(plan.missing[count].start - plan.have)
-        )
+        keys = self._keys(plan)
+        count = sum(1 for _ in takewhile(self.is_readable, keys))
+        if count == len(keys):
+            return plan
+        return None if plan.node is not None else plan.cut(plan.missing[count].start - plan.have)
 
     def is_readable(self, key: Key) -> bool:
         """Return whether a record can be read now."""
@@ -512,15 +516,22 @@ class Restores(NoRestores):
         """Plan nothing for the store's `retry_seconds`."""
         self._paused_until = self.clock() + self.store.config.retry_seconds
 
-    def read(self, step: RestoreStep, into: Into) -> futures.Future[RecordData]:
-        """Have a thread read the record of a step into what `into` gives."""
-        if step.key.kind == BLOCK:
+    def read(self, step: RestoreStep, plan: RestorePlan, into: Into) -> futures.Future[RecordData]:
+        """Have a thread read the record of a step into what `into` gives.
+
+        Another process may have cut a record of windows elsewhere. Larger records than this model
+        has are bad.
+        """
+        namespace, kind = self.store.namespace, step.key.kind
+        if kind == BLOCK:
             parts = self.parts(step.node.end - step.node.start)
-            return self.store.read(
-                Expected(self.store.namespace, BLOCK, step.node.hash, parts), into
-            )
+            return self.store.read(Expected(namespace, *step.key, parts), into)
+        if kind == WINDOW:
+            most = self.records.window_bytes
+            return self.store.read(Expected(namespace, *step.key, max_bytes=most), into)
         # States stay where they are read: arrays may be made where the bytes are.
-        return self.records.read(step.key, into if step.key.kind == WINDOW else None)
+        most = STATE_SLACK * self.arena.spec.state_bytes(plan.position)
+        return self.store.read(Expected(namespace, *step.key, max_bytes=most))
 
     def copy_into_pool(self, step: RestoreStep, found: RecordData, job: RestoreJob) -> None:
         """Put a step's record into the blocks that a job holds.

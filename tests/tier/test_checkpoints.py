@@ -105,7 +105,6 @@ def test_a_state_that_is_forgotten_before_it_is_read_is_a_miss(tmp_path: Path) -
     for key in again.stored.records.keys(plan.node, plan.position):
         again.store.gone(key)
         again.stored.records.forget([key])
-        again.stored.records.read(key)
     while not job.advance():
         pass
     again.check()
