@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,7 +55,8 @@ class RestorePlan:
     missing          nodes of it that are on disk only.
     have             tokens that can be resumed from memory; `tokens` more can be once the plan is
                      carried out.
-    node, position   where a checkpoint is restored too, or None if the model needs none.
+    node, position   where it ends; `node` has the checkpoint there, or is None if the model needs
+                     none.
     """
 
     path: Sequence[Node]
@@ -432,18 +433,19 @@ class Restores(NoRestores):
         first.
         """
         most, have = min(match.tokens, at_most), resumable(self.arena, in_memory(match), at_most)[0]
-        if not self.arena.spec.needs_checkpoints:
-            path = list(takewhile(lambda node: node.start < most and _is_cached(node), match.path))
-            missing = [node for node in path if not node.in_memory]
-            tokens = min(path[-1].end, most) - have if missing else 0
-            if tokens > 0:
-                yield RestorePlan(path, missing, have, tokens)
-            return
-        for node, position in self.records.positions(match.path, most, have):
-            path = [n for n in match.path if n.start < position]
-            if all(map(_is_cached, path)):
-                missing = [n for n in path if not n.in_memory]
-                yield RestorePlan(path, missing, have, position - have, node, position)
+        ends: Iterable[tuple[Node | None, int]] = [(None, most)]
+        if self.arena.spec.needs_checkpoints:
+            ends = self.records.positions(match.path, most, have)
+        for node, end in ends:
+            path = [each for each in match.path if each.start < end]
+            cached = list(takewhile(_is_cached, path))
+            if node is None and cached:
+                end = min(end, cached[-1].end)
+            elif len(cached) < len(path):
+                continue
+            missing = [each for each in cached if not each.in_memory]
+            if end > have and (missing or node is not None):
+                yield RestorePlan(cached, missing, have, end - have, node, end)
 
     def readable_part(self, plan: RestorePlan) -> RestorePlan | None:
         """The part of a plan that can be read now."""
@@ -473,9 +475,10 @@ class Restores(NoRestores):
     def touch(self, path: Sequence[Node]) -> None:
         """Note a path as used now: the budget drops records that were used longer ago first."""
         keys = [Key(BLOCK, node.hash) for node in path if node.on_disk]
-        checkpoints = path and self.arena.spec.needs_checkpoints
-        found = self.records.find(path, path[-1].end) if checkpoints else None
-        self.store.touch(keys if found is None else [*keys, *self.records.keys(*found)])
+        if path and self.arena.spec.needs_checkpoints:
+            found = self.records.find(path, path[-1].end)
+            keys += [] if found is None else self.records.keys(*found)
+        self.store.touch(keys)
 
     # -- reading -----------------------------------------------------------------------------------
 
