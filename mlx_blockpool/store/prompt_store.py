@@ -25,7 +25,7 @@ from .paths import default_folder, folder_of, key_of, keys_in, name_of
 from .problems import StoreProblems
 from .quarantine import Quarantine
 from .reader import Reader, RecordData
-from .record import Expected, Key, Record, file_size
+from .record import MAX_DATA_BYTES, Expected, Key, Part, Record, file_size
 from .scan import Folder, FolderChanges, FolderScanner, RecordChanges
 from .writer import JobResult, ScanJob, WriteJob, Writer
 
@@ -299,16 +299,22 @@ class PromptStore:
         """Bytes of a file; 0 if there is none."""
         return self._index.size(self._name(key)) if key in self else 0
 
-    def read(self, expected: Expected, into: Into | None = None) -> Future[RecordData]:
+    def read(
+        self,
+        key: Key,
+        parts: tuple[Part, ...] | None = None,
+        max_bytes: int = MAX_DATA_BYTES,
+        into: Into | None = None,
+    ) -> Future[RecordData]:
         """A record and the bytes of its parts, proven; those of a file are read into the memory
-        that `into` gives.
+        that `into` gives. `parts` and `max_bytes` as in Expected.
 
         Raises BadRecordError, the file is in quarantine then, or OSError.
         """
-        assert expected.hash is not None
-        name = self._name(Key(expected.kind, expected.hash))
+        name = self._name(key)
         job = self._jobs.get(name)
         if job is None or job.record is None:
+            expected = Expected(self.namespace, key.kind, parts, max_bytes)
             return self._reader.read(name, expected, into)
         found = Future[RecordData]()
         found.set_result(RecordData(job.record, [memoryview(buffer) for buffer in job.buffers]))

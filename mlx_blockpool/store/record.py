@@ -110,15 +110,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Expected:
-    """The properties that a reader expects of a record.
+    """The properties that a reader expects of a record, next to the hash in its file's name.
 
-    hash       None for the one in the file's name.
     parts      None for those of its header, which then have `max_bytes` together at most.
     """
 
     namespace: str
     kind: str
-    hash: bytes | None = None
     parts: tuple[Part, ...] | None = None
     max_bytes: int = MAX_DATA_BYTES
 

@@ -28,7 +28,7 @@ from ..prefix.cache import in_memory, resumable
 from ..prefix.trie import Checkpoint, Node, Owned, PrefixRef
 from ..store.fs import Into
 from ..store.reader import READERS, RecordData
-from ..store.record import BLOCK, STATE, WINDOW, Expected, Key
+from ..store.record import BLOCK, STATE, WINDOW, Key
 from .checkpoints import (
     StoredRecords,
     WindowSegment,
@@ -525,16 +525,13 @@ class Restores(NoRestores):
         Another process may have cut a record of windows elsewhere. Larger records than this model
         has are bad.
         """
-        namespace, kind = self.store.namespace, step.key.kind
+        kind, parts, most = step.key.kind, None, self.records.window_bytes
         if kind == BLOCK:
             parts = self.parts(step.node.end - step.node.start)
-            return self.store.read(Expected(namespace, *step.key, parts), into)
-        if kind == WINDOW:
-            most = self.records.window_bytes
-            return self.store.read(Expected(namespace, *step.key, max_bytes=most), into)
+        elif kind == STATE:
+            most = STATE_SLACK * self.arena.spec.state_bytes(plan.position)
         # States stay where they are read: arrays may be made where the bytes are.
-        most = STATE_SLACK * self.arena.spec.state_bytes(plan.position)
-        return self.store.read(Expected(namespace, *step.key, max_bytes=most))
+        return self.store.read(step.key, parts, most, None if kind == STATE else into)
 
     def copy_into_pool(self, step: RestoreStep, found: RecordData, job: RestoreJob) -> None:
         """Put a step's record into the blocks that a job holds.

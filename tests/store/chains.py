@@ -24,7 +24,7 @@ from mlx_blockpool.store.fs import write_whole
 from mlx_blockpool.store.hashing import encode as edge_of
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.prompt_store import PromptStore
-from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, encode, file_size
+from mlx_blockpool.store.record import BLOCK, Part, Record, encode, file_size
 
 PARTS = (Part("data", "U8", (1000,)),)
 ROOT = hashlib.blake2b(b"root", digest_size=32).digest()
@@ -68,13 +68,8 @@ def settled(store: PromptStore) -> list[Record]:
     return store.take_changes().found
 
 
-def expected_of(record: Record) -> Expected:
-    """What was noted at a start does not know its parts."""
-    return Expected(record.namespace, record.kind, record.hash, record.parts or None)
-
-
 def data_of(store: PromptStore, record: Record) -> bytes:
-    return b"".join(bytes(view) for view in store.read(expected_of(record)).result(30)[1])
+    return b"".join(bytes(view) for view in store.read(record.key).result(30)[1])
 
 
 def is_right(store: PromptStore, record: Record) -> bool:

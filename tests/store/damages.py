@@ -68,7 +68,7 @@ def remove_bad(folder: Path) -> int:
 
 def _is_good(path: Path) -> bool:
     try:
-        read(Disk(), path, Expected(path.parents[2].name, BLOCK, bytes.fromhex(path.stem)))
+        read(Disk(), path, Expected(path.parents[2].name, BLOCK))
     except BadRecordError:
         return False
     return True

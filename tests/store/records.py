@@ -57,7 +57,7 @@ def make_file(record: Record, first: int = 1) -> bytes:
 
 
 def expected_of(record: Record) -> Expected:
-    return Expected(record.namespace, record.kind, record.hash, record.parts)
+    return Expected(record.namespace, record.kind, record.parts)
 
 
 # One prefix, computed twice: the same file name.

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from store.chains import ROOT, SIZE, chain, expected_of, file_of, is_right, put, put_all, settled
+from store.chains import ROOT, SIZE, chain, file_of, is_right, put, put_all, settled
 from store.clock import Clock
 from store.disks import BrokenDisk
 from store.records import prefix_hash
@@ -93,7 +93,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
     put_all(store, before)
     shutil.rmtree(folder)
     with pytest.raises(FileNotFoundError):
-        store.read(expected_of(before[0])).result(30)
+        store.read(before[0].key).result(30)
     store.gone(before[0].key)
     assert before[0].key not in store
     put_all(store, after)
@@ -192,7 +192,7 @@ def test_what_cannot_be_read_at_present_stays_and_is_tried_again_later(
     put_all(store, records)
     disk.broken["read"] = OSError(number, os.strerror(number))
     with pytest.raises(OSError, match=os.strerror(number)):
-        store.read(expected_of(records[1])).result(30)
+        store.read(records[1].key).result(30)
     store.put_off(records[1].key)
     assert [store.is_put_off(record.key) for record in records] == [False, True, False]
     disk.broken.clear()

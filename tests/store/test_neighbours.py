@@ -17,7 +17,6 @@ from store.chains import (
     SIZE,
     chain,
     data_of,
-    expected_of,
     file_of,
     is_right,
     put,
@@ -60,7 +59,7 @@ def test_what_another_one_drops_is_a_miss(tmp_path: Path) -> None:
     two.remove([records[1].key])
     assert two.flush()
     with pytest.raises(FileNotFoundError):
-        one.read(expected_of(records[1])).result(30)
+        one.read(records[1].key).result(30)
     one.gone(records[1].key)
     assert one.flush()
     one.poll()

@@ -15,7 +15,6 @@ from store.chains import (
     SIZE,
     chain,
     data_of,
-    expected_of,
     file_of,
     is_right,
     put,
@@ -181,7 +180,7 @@ def test_what_is_damaged_after_the_start_is_set_aside(tmp_path: Path, how: str) 
     put_all(store, [first, second])
     damages()[how](file_of(tmp_path, first), file_of(tmp_path, second))
     with pytest.raises(BadRecordError):
-        store.read(expected_of(first)).result(30)
+        store.read(first.key).result(30)
     store.gone(first.key)
     assert (store.counts["quarantined"], len(quarantined(tmp_path))) == (1, 1)
     assert not file_of(tmp_path, first).exists()
