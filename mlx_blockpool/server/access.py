@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import re
 import socket
 import threading
@@ -444,35 +443,6 @@ def belongs(name: str, owner: str | None) -> bool:
     client's.
     """
     return owner is None or name.startswith(f"{owner}{SEPARATOR}")
-
-
-def as_owner_sees(owner: str | None, report: Any) -> Any:
-    """A report with the owner's names for the owner's agents."""
-    if owner is None:
-        return report
-    own = json.loads(json.dumps(report).replace(json.dumps(f"{owner}{SEPARATOR}")[1:-1], ""))
-    return _without_others(owner, own)
-
-
-def _without_others(owner: str, report: Any) -> Any:
-    """A report whose names are shown with their owner's, with only this owner's names and
-    without the prefix.
-    """
-    if isinstance(report, list):
-        return [_without_others(owner, item) for item in report]
-    if not isinstance(report, dict):
-        return report
-    found = {name: _without_others(owner, item) for name, item in report.items()}
-    # An agent may have the name of a field.
-    if isinstance(found.get("shown"), str):
-        found["shown"] = found["shown"].removeprefix(f"{owner}/")
-    if "behind" in found and isinstance(found.get("agents"), list):
-        found["agents"] = [
-            name.removeprefix(f"{owner}/")
-            for name in found["agents"]
-            if name.startswith(f"{owner}/")
-        ]
-    return found
 
 
 def own_figures(owner: str | None, report: Json) -> Json:

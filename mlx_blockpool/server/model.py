@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -23,11 +23,11 @@ from mlx_lm.generate import StopSequences
 from ..config import ServerConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
+from ..engine.measuring import measured, remembering
 from ..engine.opening import wrap
-from ..engine.request import Event, Failed, Progress, Request, Restoring, Started, Token
-from ..engine.sequence import Sequence as Suspended
+from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
 from ..engine.stock import GuardedPromptCache, StockCaches
-from ..errors import FormError, PluginError, StoreError
+from ..errors import FormError, MeasuringStoppedError, PluginError, StoreError
 from ..kv.attach import counting
 from ..kv.build import Probe, open_served
 from ..kv.prediction_head import drop_head, head_of
@@ -35,9 +35,10 @@ from ..kv.probe import probe
 from ..model_files.device import trim_memory
 from ..model_files.modelfile import positions_of
 from ..prefix.changes import AllCleared
-from ..prefix.lookup import Lookup
 from ..prefix.trie import PrefixRef
+from ..ranks.driver import GroupDriver
 from ..spec import ModelCacheSpec
+from ..store.measurements import Measurements
 from ..store.prompt_store import PromptStore
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of
@@ -51,32 +52,6 @@ from .served_agents import ServedAgents
 from .watch.event_log import ModelEvents, publish
 
 log = logging.getLogger(__name__)
-
-
-class Driver(Protocol):
-    """What the requests and steps of a model go through: its engine, or a GroupDriver, which
-    shares them with other ranks.
-    """
-
-    @property
-    def is_blocked(self) -> bool: ...
-    def insert(self, request: Request) -> int: ...
-    def resume(self, sequence: Suspended) -> int: ...
-    def cancel(self, uid: int) -> None: ...
-    def next(self) -> list[Event]: ...
-    def suspend(self) -> list[Suspended]: ...
-    def reset(self) -> list[int]: ...
-
-
-class Speeds(Protocol):
-    """What is remembered of models.
-
-    at_load:  adds the measured costs of its steps to the caches of a model that is being loaded.
-    probe_of: probe() for the model `name`, whose weights have the identity `weights`.
-    """
-
-    def at_load(self, model: LoadedModel, caches: PooledCaches) -> PooledCaches: ...
-    def probe_of(self, name: str, weights: str) -> Probe: ...
 
 
 class LoadedModel:
@@ -103,7 +78,7 @@ class LoadedModel:
     form_tokens:   what structured outputs need of its tokenizer; None if it supports none.
     has_met_limits: whether a reply has exceeded the limits of its grammar since the generator last
     reset this.
-    speeds:        what is remembered of its speed and of what it was proven to do.
+    measurements:  what is remembered of its speed and of what it was proven to do.
     """
 
     path_facts_type = PathFacts
@@ -114,14 +89,14 @@ class LoadedModel:
         provider: BlockpoolModelProvider,
         config: ServerConfig,
         events: ModelEvents,
-        speeds: Speeds,
+        measurements: Measurements,
     ) -> None:
         self.key = key
         self.provider = provider
         self.ranks = provider.ranks
         self.events = events
         self.engine: BlockPoolBatchEngine | None = None
-        self.driver: Driver | None = None
+        self.driver: BlockPoolBatchEngine | GroupDriver | None = None
         self.caches: PooledCaches | StockCaches | None = None
         self.prefix: TieredPrefixCache | None = None
         self.sequential = SequentialCache(GuardedPromptCache(provider.cli_args.prompt_cache_size))
@@ -138,7 +113,7 @@ class LoadedModel:
         self.report: dict[str, Any] = {"backend": None}
         self.form_tokens: FormTokens | None = None
         self.has_met_limits = False
-        self._config, self._speeds = config, speeds
+        self._config, self._measurements = config, measurements
         self._spec: ModelCacheSpec | None = None
         self._no_pool = ""
         self._drafted: DraftedPrefix | None = None
@@ -237,7 +212,7 @@ class LoadedModel:
             with suppress(StoreError):
                 weights = self.hashing.result()
         if weights:
-            found = self._speeds.probe_of(self.provider.name, weights)
+            found = remembering(self._measurements, weights, self.provider.name)
         start = time.monotonic()
         arena = open_served(
             self.provider.model, spec, pool_bytes, self._config.pool, self.ranks, found
@@ -261,7 +236,11 @@ class LoadedModel:
         caches.warn_of_few_checkpoints(self.prefix)
 
     def _with_costs(self, caches: PooledCaches) -> PooledCaches:
-        return self._speeds.at_load(self, caches)
+        """The caches with the figures that are remembered: nothing is measured here."""
+        provider, config = self.provider, self._config.engine
+        return measured(
+            provider.model, caches, config, self._measurements, provider.name, _stop_measuring
+        )
 
     def _open_agents(self, store: PromptStore | None) -> None:
         self.agents = ServedAgents(self.provider.name, store)
@@ -490,9 +469,7 @@ class LoadedModel:
                 reply.put((event.done, event.total))
                 reply.watch.progress(event.done, event.total)
             elif isinstance(event, Started):
-                self.explain(reply, event.cached, event.why)
-                reply.begin(event.cached)
-                reply.watch.started(event.cached, event.why)
+                reply.started(self, event.cached, event.why)
             elif isinstance(event, Restoring):
                 if not reply.is_begun:
                     # event.total tokens unless the disk fails. A client that receives nothing would
@@ -515,13 +492,6 @@ class LoadedModel:
                 self.driver.cancel(event.uid)
             self.live.pop(event.uid, None)
             reply.fail(error)
-
-    def explain(self, reply: Reply, cached: int, lookup: Lookup | None) -> None:
-        """Explain the cached tokens of a request that has its caches."""
-        if reply.explained is not None:
-            reply.explained.start(
-                self, reply.request.options.salt, reply.request.prepared.tokens, cached, lookup
-            )
 
     def fail(self, error: Exception) -> None:
         """Fail the requests that have caches, which cannot be trusted after an error; without an
@@ -549,3 +519,7 @@ class LoadedModel:
         if alarm is not None and not self._alarmed:
             log.warning("Almost nothing is reused: %s", alarm)
         self._alarmed = alarm is not None
+
+
+def _stop_measuring() -> None:
+    raise MeasuringStoppedError

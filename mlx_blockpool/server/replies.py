@@ -23,6 +23,7 @@ from ..engine.request import KIND, Request, Token
 from ..engine.sequence import Sequence
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, make_logits_processors
+from ..prefix.lookup import Lookup
 from ..ranks.group import as_loss
 from .sampling import make_sampler
 from .watch.event_log import ModelEvents
@@ -182,6 +183,18 @@ class Reply:
         if not self.is_begun:
             self.is_begun = True
             self.put(self.context)
+
+    def started(self, served: Any, cached: int, lookup: Lookup | None) -> None:
+        """Note that the request has its caches in the LoadedModel `served`, explain its use of the
+        cache, and let the client's thread answer.
+
+        `lookup` explains the `cached` tokens; None for mlx-lm's own caches.
+        """
+        if self.explained is not None:
+            prompt = self.request.prepared.tokens
+            self.explained.start(served, self.request.options.salt, prompt, cached, lookup)
+        self.watch.started(cached, lookup)
+        self.begin(cached)
 
     def emit(self, event: Token) -> None:
         """Send a token to the client, with the text that it adds."""

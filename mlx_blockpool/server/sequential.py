@@ -172,15 +172,14 @@ class SequentialReply:
     """A reply's queue, as mlx-lm's sequential path writes to it.
 
     `mark` is called for every item, which is the only sign of progress that this path gives. The
-    reply's context is held back until the next item: only then is its prompt looked up in `cache`,
-    and `explain` is called with what was found. Once the client has hung up, a prefill ends with
+    reply's context is held back until the next item: only then is its prompt looked up in the
+    caches of the LoadedModel `served`. Once the client has hung up, a prefill ends with
     ConnectionAbortedError and a reply with the token computed last.
     """
 
     reply: Reply
-    cache: SequentialCache
+    served: Any
     mark: Callable[[], None]
-    explain: Callable[[Reply, int, Lookup | None], None]
 
     def put(self, item: Any) -> None:
         reply = self.reply
@@ -197,19 +196,14 @@ class SequentialReply:
             return
         if not reply.is_begun and reply.context is not None:
             cached = reply.context.prompt_cache_count
-            self.explain(reply, cached, self.cache.lookup)
-            reply.watch.started(cached, self.cache.lookup)
-            reply.begin(cached)
+            reply.started(self.served, cached, self.served.sequential.lookup)
         reply.put(item)
-        self._watch(item)
-
-    def _watch(self, item: Any) -> None:
         if item is None:
-            self.reply.leave()
+            reply.leave()
         elif isinstance(item, tuple):
-            self.reply.watch.progress(*item)
+            reply.watch.progress(*item)
         else:
-            self.reply.watch.token(item.finish_reason)
+            reply.watch.token(item.finish_reason)
 
 
 def serve_alone(generator: Any, served: Any, reply: Reply, stream: mx.Stream) -> None:
@@ -221,7 +215,7 @@ def serve_alone(generator: Any, served: Any, reply: Reply, stream: mx.Stream) ->
     cache.max_tokens = reply.args.max_tokens
     cache.lookup = None
     cache.salt = reply.request.options.salt
-    queue = SequentialReply(reply, cache, generator.health.mark, served.explain)
+    queue = SequentialReply(reply, served, generator.health.mark)
     compiled = reply.request.compiled
     serve = (
         generator._serve_single if compiled is None else partial(serving_in(compiled), generator)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_blockpool.errors import BlockpoolError
-from mlx_blockpool.server.access import as_owner_sees, belongs, noted_name, own_name
+from mlx_blockpool.server.access import belongs, noted_name, own_name
 from mlx_blockpool.server.options import named_keys
 from mlx_blockpool.store.agents import shown
 from server.serving import Client, blockpool_server, cached_tokens
@@ -223,19 +223,3 @@ def test_names() -> None:
         False,
         False,
     ]
-    report = {
-        "agent": noted,
-        "stays": [{"agents": ["ann/x", "bob/y"], "behind": 0}],
-        "shown": shown(noted),
-    }
-    assert as_owner_sees("ann", report) == {
-        "agent": "x",
-        "stays": [{"agents": ["x"], "behind": 0}],
-        "shown": "x",
-    }
-
-
-@pytest.mark.parametrize("name", ["behind", "shown", "agents"])
-def test_agents_may_have_the_names_of_fields(name: str) -> None:
-    report = {"agents": {noted_name("ann", name): {"tokens": 3}}}
-    assert as_owner_sees("ann", report) == {"agents": {name: {"tokens": 3}}}

@@ -15,8 +15,9 @@ from ranks.threads import ThreadRanks, joined, on_ranks
 from mlx_blockpool.errors import BlockpoolError, GroupLostError, LoadError
 from mlx_blockpool.ranks.watchdog import TurnWatchdog
 from mlx_blockpool.server import app, options
+from mlx_blockpool.server import model as model_module
 from mlx_blockpool.server.model import LoadedModel
-from mlx_blockpool.server.models.registry import ModelRegistry, ModelSpeeds
+from mlx_blockpool.server.models.registry import ModelRegistry
 from mlx_blockpool.server.provider import BlockpoolModelProvider
 from mlx_blockpool.server.ranked.ending import Loss
 from mlx_blockpool.server.ranked.replica import Replica
@@ -46,7 +47,7 @@ def load(ranks: ThreadRanks, folder: Path, n_bytes: int = 4_000_000) -> int:
 def test_ranks_measure_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[LoadedModel] = []
     monkeypatch.setattr(
-        ModelSpeeds, "at_load", lambda speeds, model, caches: measured.append(model) or caches
+        model_module, "measured", lambda model, caches, *_: measured.append(model) or caches
     )
     folder = save_model(tmp_path / "model", "llama")
     assert on_ranks(2, lambda ranks: load(ranks, folder)) == [4_000_000] * 2

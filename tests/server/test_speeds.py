@@ -17,6 +17,8 @@ from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import measuring
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.errors import MeasuringStoppedError
+from mlx_blockpool.server import model as model_module
+from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models import registry as registry_module
 from mlx_blockpool.server.models.queue import ModelQueue
 from mlx_blockpool.server.models.registry import ModelSpeeds
@@ -51,6 +53,7 @@ class World:
         self.speeds = ModelSpeeds(self.registry, EngineConfig(), Measurements(None))
         self.speeds.has_arrivals = lambda: self.arrivals
         monkeypatch.setattr(registry_module, "measured", self.measured)
+        monkeypatch.setattr(model_module, "measured", self.measured)
 
     def measured(
         self,
@@ -75,7 +78,7 @@ class World:
 
     def load(self, name: str) -> Any:
         model = make_model(name, self.now)
-        model.caches = self.speeds.at_load(model, make_caches())
+        model.caches = LoadedModel._with_costs(model, make_caches())
         self.registry.loaded[name] = model
         return model
 
@@ -95,6 +98,8 @@ def make_model(name: str, now: float) -> Any:
     model = SimpleNamespace(
         key=name, provider=provider, caches=None, engine=engine, is_busy=False, used=now, reported=0
     )
+    model._config = SimpleNamespace(engine=EngineConfig())
+    model._measurements = Measurements(None)
     model.update_report = lambda: setattr(model, "reported", model.reported + 1)
     return model
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from ...errors import PoolExhaustedError, StoreError
 from ...formatting import Report
-from ..access import as_owner_sees, noted_name, without_folders
+from ..access import noted_name, without_folders
 from ..api.endpoint import Endpoint
 from ..bodies import StatusError
 from ..validation import Body, Text, validated
@@ -43,8 +43,7 @@ class AgentsEndpoint(Endpoint):
 
     def send_report(self) -> None:
         """Answer any method: _report() rejects those that a path does not have."""
-        report = self._report(_parts_of(self._handler.path))
-        self._handler.send_json(200, as_owner_sees(self._scope.owner, report))
+        self._handler.send_json(200, self._report(_parts_of(self._handler.path)))
 
     def _report(self, parts: list[str]) -> Report:
         """Serve the request. `parts`: of the path after /v1/agents."""

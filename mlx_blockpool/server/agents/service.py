@@ -173,6 +173,10 @@ class AgentService:
             )
         return view, view.loaded
 
+    def _own(self, name: str) -> str:
+        """The name of an agent as the owner of the request's key has given it."""
+        return name if self.scope.owner is None else own_name(name)
+
     def refuse_if_busy(self, name: str) -> None:
         """Raise StatusError while a request of this agent runs or waits.
 
@@ -199,7 +203,7 @@ class AgentService:
                 loaded, views, [view for view in chosen if view.loaded is loaded]
             )
         return [
-            _about(view)
+            _about(view, self._own(view.name))
             | {"running": running[view.name], "waiting": waiting[view.name]}
             | measured.get(view.name, {})
             for view in chosen
@@ -259,7 +263,7 @@ class AgentService:
         self._change_file(view, lambda files: files.pin(view.name))
         in_memory = view.loaded is not None and self._agree(view.loaded, partial(_pin, view))
         return {
-            "agent": view.name,
+            "agent": self._own(view.name),
             "pinned": True,
             "pinned_in_memory": in_memory,
             "pinned_on_disk": view.has_file,
@@ -271,7 +275,7 @@ class AgentService:
         self._change_file(view, lambda files: files.unpin(view.name))
         if view.loaded is not None:
             self.run_with(view.loaded, partial(_unpin, view))
-        return {"agent": view.name, "pinned": False}
+        return {"agent": self._own(view.name), "pinned": False}
 
     def fork(self, name: str, new: str) -> Report:
         """Make a second agent that continues this one's path."""
@@ -281,7 +285,7 @@ class AgentService:
         if view.loaded is not None:
             agents = view.loaded.agents
             self.run_with(view.loaded, lambda *_: agents.fork(new, view.path))
-        return {"agent": new, "of": view.name, "tokens": view.path.tokens}
+        return {"agent": self._own(new), "of": self._own(view.name), "tokens": view.path.tokens}
 
     def _need_free(self, new: str) -> None:
         if is_conversation_id(new):
@@ -347,7 +351,7 @@ class AgentService:
                 )
             raise StatusError(503, f"{there}. The agent's next turn computes the missing ones.")
         return {
-            "agent": view.name,
+            "agent": self._own(view.name),
             "saved": True,
             "seconds": _since(start),
             "tokens": path.tokens,
@@ -386,7 +390,7 @@ class AgentService:
             "restored_bytes": n_bytes,
         }
         report = {
-            "agent": view.name,
+            "agent": self._own(view.name),
             "restored": True,
             "seconds": _since(start),
             "tokens": view.path.tokens,
@@ -431,7 +435,7 @@ class AgentService:
         records = self.records if view.has_file else None
         # Its records can be named only while its file is there.
         share = PathRecords([], []) if records is None else records.share(view.name)
-        report: Report = {"agent": view.name, "deleted": True, "clean": True}
+        report: Report = {"agent": self._own(view.name), "deleted": True, "clean": True}
         if view.loaded is None:
             between_steps(self._generator, partial(self.refuse_if_busy, view.name))
         else:
@@ -456,6 +460,9 @@ class AgentService:
             # The store does not list records that another process has written.
             self._change_file(view, lambda _: records.remove(view.name, share))
             proof = records.proof(share)
+            for stay in proof["stays"] if (owner := self.scope.owner) is not None else ():
+                own = [name for name in stay["agents"] if name.startswith(f"{owner}/")]
+                stay["agents"] = [name.removeprefix(f"{owner}/") for name in own]
             report |= (
                 {"removed": proof["gone"]} | proof | {"clean": report["clean"] and proof["clean"]}
             )
@@ -614,11 +621,12 @@ def _discard(share: PathRecords) -> Discard:
     return Discard(tuple((key.kind, key.hash) for key in keys if key is not None))
 
 
-def _about(view: AgentView) -> Report:
+def _about(view: AgentView, name: str) -> Report:
+    """Figures of an agent under the `name` that its owner has given it."""
     agent, loaded = view.agent, view.loaded
     return {
-        "name": view.name,
-        "shown": shown(view.name),
+        "name": name,
+        "shown": shown(name),
         "by": "content" if is_conversation_id(view.name) else "name",
         "model": view.model,
         "namespace": agent.namespace or None,

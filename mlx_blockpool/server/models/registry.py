@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ...config import EngineConfig, ServerConfig
 from ...engine.caches import PooledCaches
-from ...engine.measuring import measured, remembering
+from ...engine.measuring import measured
 from ...errors import (
     BadModelError,
     DisagreeError,
@@ -31,7 +31,7 @@ from ...errors import (
     PoolExhaustedError,
 )
 from ...formatting import count
-from ...kv.build import Probe, default_pool_bytes
+from ...kv.build import default_pool_bytes
 from ...model_files import device
 from ...store.measurements import Measurements
 from ...tier.opening import measurements_of
@@ -114,7 +114,8 @@ class ModelRegistry:
         self.sizes: dict[ModelKey, int] = {}
         self.failures: dict[ModelKey, tuple[Exception, float]] = {}
         self._server = server
-        self.speeds = ModelSpeeds(self, server.engine, measurements_of(server.store))
+        self._measurements = measurements_of(server.store)
+        self.speeds = ModelSpeeds(self, server.engine, self._measurements)
         first = max(config.patience_seconds, config.linger_seconds)
         self._backoff = CommandBackoff(first, config.most_rest_seconds, lambda: self.queue.clock())
         self._own_seconds = math.inf if config.idle_seconds is None else config.idle_seconds
@@ -201,7 +202,9 @@ class ModelRegistry:
 
     def make(self, key: ModelKey) -> LoadedModel:
         provider = BlockpoolModelProvider(self.template.cli_args, self.template.ranks)
-        return self.model_class(key, provider, self._server, self.events_of(key), self.speeds)
+        return self.model_class(
+            key, provider, self._server, self.events_of(key), self._measurements
+        )
 
     def add(self, model: LoadedModel) -> None:
         """Take a model that was loaded.
@@ -615,13 +618,6 @@ class ModelSpeeds:
         # Seconds saved before this start, and those since that are remembered.
         self._saved_before, self._remembered = measurements.add_saved(0.0) or 0.0, 0.0
 
-    def at_load(self, model: LoadedModel, caches: PooledCaches) -> PooledCaches:
-        """The caches of a model that is being loaded, with the figures that are remembered."""
-        return self._measured(model, caches, _stop)
-
-    def probe_of(self, name: str, weights: str) -> Probe:
-        return remembering(self._measurements, weights, name)
-
     def saved(self) -> dict[str, float]:
         """The seconds of prefill that reuse has saved."""
         models = self._registry.log.models.values()
@@ -658,24 +654,19 @@ class ModelSpeeds:
             if isinstance(model.caches, PooledCaches) and model.caches.is_unmeasured:
                 self._tried = now
                 before = _known(model.caches)
-                self._measured(model, model.caches, self._look)
+                measured(
+                    model.provider.model,
+                    model.caches,
+                    self._config,
+                    self._measurements,
+                    model.provider.name,
+                    self._look,
+                )
                 if _known(model.caches) != before:
                     log.info("the costs of steps of %s have been measured", model.provider.name)
                     if model.engine is not None:
                         model.engine.steps.decide()
                     model.update_report()
-
-    def _measured(
-        self, model: LoadedModel, caches: PooledCaches, look: Callable[[], None]
-    ) -> PooledCaches:
-        return measured(
-            model.provider.model,
-            caches,
-            self._config,
-            self._measurements,
-            model.provider.name,
-            look,
-        )
 
     def _look(self) -> None:
         """Raise MeasuringStoppedError unless the server is still quiet."""
@@ -687,11 +678,6 @@ class ModelSpeeds:
             or registry.swap is not None
         ):
             raise MeasuringStoppedError
-
-
-def _stop() -> None:
-    """Measure nothing."""
-    raise MeasuringStoppedError
 
 
 def _known(caches: PooledCaches) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from queue import Empty
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -20,7 +21,7 @@ from ..access import belongs, own_name
 from ..bodies import Json
 from ..jobs import Job, Steps
 from ..routes import Route
-from .snapshot import GroupSnapshot, ModelSnapshot, RequestState, read_model, requests_of
+from .snapshot import Edge, GroupSnapshot, ModelSnapshot, RequestState, read_model, requests_of
 
 PATH = "/v1/cache/map"
 # From one snapshot to the next: at least this long, and this many times as long as a snapshot
@@ -67,7 +68,7 @@ class CacheMaps:
         self._generator = generator
         self._changing = threading.Lock()
         self._rendering = threading.Lock()
-        self._last: ServerSnapshot | None = None
+        self._last = ServerSnapshot(generator)
         self._pending: ServerSnapshot | None = None
         self._requests: list[RequestState] = []
         self._due = 0.0
@@ -84,20 +85,13 @@ class CacheMaps:
             finally:
                 self._changing.release()
         last, requests, used = self._last, self._requests, self._generator.model
-        by_model = {} if last is None else last.by_model
-        last_used = "" if used is None else used.events.model
-        found = by_model.get(model or last_used) or next(iter(by_model.values()), None)
+        wanted = model or ("" if used is None else used.events.model)
+        found = last.by_model.get(wanted) or next(iter(last.by_model.values()), NO_MODEL)
         return {
-            "model": None if found is None else found.model,
-            "models": list(by_model),
-            "seconds_ago": None
-            if last is None or last.ended is None
-            else round(time.monotonic() - last.ended, 3),
-            **(
-                render(NO_MODEL, owner)
-                if last is None or found is None
-                else self._render(last, found, owner)
-            ),
+            "model": found.model or None,
+            "models": list(last.by_model),
+            "seconds_ago": None if last.ended is None else round(time.monotonic() - last.ended, 3),
+            **self._render(last, found, owner),
             "requests": [
                 _request(each, owner) for each in requests if belongs(each.name or "", owner)
             ],
@@ -157,147 +151,140 @@ def render(found: ModelSnapshot, owner: str | None) -> Json:
 
     `owner` is None where keys have no names: then every client sees all.
     """
-    view = _View(found, owner)
-    return {
-        "agents": [_shown(name, owner) for name in view.names],
-        "tokens": [found.tokens.get(name) for name in view.names],
-        "pinned": [number for number, name in enumerate(view.names) if name in found.pinned],
-        "groups": [
+    edges = found.edges
+    running = [each for each in found.running if belongs(each.name or "", owner)]
+    ends = {name: end for name, end in found.ends.items() if belongs(name, owner)}
+    names = sorted({*ends, *(each.name for each in running if each.name is not None)})
+    # Each agent has the bit of its number: by edge those of the agents whose paths it is in.
+    bits: dict[str | None, int] = {name: 1 << number for number, name in enumerate(names)}
+    users = [0] * len(edges)
+    for name, end in ends.items():
+        users[end] |= bits[name]
+    # By edge the agent that has computed it, if the owner may see its name.
+    by = [
+        _shown(e.owner, owner) if e.owner is not None and belongs(e.owner, owner) else None
+        for e in edges
+    ]
+    is_seen = [owner is None or name is not None for name in by]
+    for number, edge in reversed(list(enumerate(edges))):
+        is_seen[number] |= bool(users[number])
+        if edge.parent >= 0:
+            users[edge.parent] |= users[number]
+            is_seen[edge.parent] |= is_seen[number]
+    segments, segment_of = _divide(edges, by, users, is_seen)
+    for number, name in enumerate(names):
+        if (place := segment_of[ends[name]] if name in ends else None) is not None:
+            segments[place]["ends"].append(number)
+
+    def sees(edge: int | None) -> bool:
+        return owner is None or (edge is not None and is_seen[edge])
+
+    groups = []
+    for number, group in enumerate(found.groups):
+        # By block the running requests that hold it. One without an agent has its own bit.
+        held: dict[int, int] = {}
+        for place, each in enumerate(running, len(names)):
+            for block in each.tables[number] if each.tables else ():
+                held[block] = held.get(block, 0) | bits.get(each.name, 1 << place)
+        groups.append(
             {
                 "name": group.name,
                 "blocks": len(group.blocks),
                 "bytes_per_block": group.bytes_per_block,
-                **view.blocks(group, number),
+                **_blocks(group, held, users, segment_of, sees, len(names)),
             }
-            for number, group in enumerate(found.groups)
-        ],
-        "trie": view.segments,
-        "left_out": found.left_out + view.left_out,
+        )
+    return {
+        "agents": [_shown(name, owner) for name in names],
+        "tokens": [found.tokens.get(name) for name in names],
+        "pinned": [number for number, name in enumerate(names) if name in found.pinned],
+        "groups": groups,
+        "trie": segments,
+        "left_out": found.left_out + sum(is_seen) - sum(p is not None for p in segment_of),
     }
 
 
-class _View:
-    """What the owner of a key sees of a snapshot.
+def _divide(
+    edges: list[Edge], by: list[str | None], users: list[int], is_seen: list[bool]
+) -> tuple[list[Json], list[int | None]]:
+    """Divide the edges into segments, which the same agents use, at most MOST_SEGMENTS.
 
-    names:    of the agents; each has the bit of its number in masks.
-    users:    by edge the mask of the agents whose paths it is in.
-    ends:     by edge the numbers of the agents whose last turn ends there.
-    segments: stretches of edges that the same agents use. segment_of: by edge the number of its
-    segment.
+    Returns them and by edge the number of its segment.
     """
-
-    def __init__(self, found: ModelSnapshot, owner: str | None) -> None:
-        edges = found.edges
-        self._owner = owner
-        self._running = [each for each in found.running if belongs(each.name or "", owner)]
-        ends = {name: end for name, end in found.ends.items() if belongs(name, owner)}
-        self.names = sorted(
-            {*ends, *(each.name for each in self._running if each.name is not None)}
-        )
-        self._number = {name: number for number, name in enumerate(self.names)}
-        self.ends: list[list[int]] = [[] for _ in edges]
-        self.users = [0] * len(edges)
-        for name in sorted(ends):
-            self.ends[ends[name]].append(self._number[name])
-            self.users[ends[name]] |= 1 << self._number[name]
-        # By edge the agent that has computed it, if the owner may see its name.
-        by = [
-            _shown(e.owner, owner) if e.owner is not None and belongs(e.owner, owner) else None
-            for e in edges
-        ]
-        self._is_seen = [owner is None or name is not None for name in by]
-        for number, edge in reversed(list(enumerate(edges))):
-            self._is_seen[number] |= bool(self.users[number])
-            if edge.parent >= 0:
-                self.users[edge.parent] |= self.users[number]
-                self._is_seen[edge.parent] |= self._is_seen[number]
-        self.segments: list[Json] = []
-        self.segment_of: list[int | None] = [None] * len(edges)
-        self.left_out = 0
-        self._divide(found, by)
-
-    def _divide(self, found: ModelSnapshot, by: list[str | None]) -> None:
-        """Divide the edges into segments."""
-        # Segments of which another owner's agent has computed a part.
-        mixed: set[int] = set()
-        children = Counter(
-            edge.parent for number, edge in enumerate(found.edges) if self._is_seen[number]
-        )
-        for number, edge in enumerate(found.edges):
-            if not self._is_seen[number]:
+    segments: list[Json] = []
+    segment_of: list[int | None] = [None] * len(edges)
+    # Segments of which another owner's agent has computed a part.
+    mixed: set[int] = set()
+    children = Counter(edge.parent for edge, seen in zip(edges, is_seen, strict=True) if seen)
+    for number, edge in enumerate(edges):
+        if not is_seen[number]:
+            continue
+        parent, name = edge.parent, by[number]
+        place = None if parent < 0 else segment_of[parent]
+        # Records on disk do not name the agent that computed them.
+        if not (
+            place is not None
+            and children[parent] == 1
+            and users[parent] == users[number]
+            and (name is None or segments[place]["by"] in (None, name))
+        ):
+            if (place is None and parent >= 0) or len(segments) >= MOST_SEGMENTS:
                 continue
-            parent, name = edge.parent, by[number]
-            place = None if parent < 0 else self.segment_of[parent]
-            # Records on disk do not name the agent that computed them.
-            if not (
-                place is not None
-                and children[parent] == 1
-                and self.users[parent] == self.users[number]
-                and (name is None or self.segments[place]["by"] in (None, name))
-            ):
-                if (place is None and parent >= 0) or len(self.segments) >= MOST_SEGMENTS:
-                    self.left_out += 1
-                    continue
-                self.segments.append(
-                    {
-                        "parent": place,
-                        "start": edge.start,
-                        "end": edge.end,
-                        "in_memory": 0,
-                        "on_disk": 0,
-                        "by": None,
-                        "ends": [],
-                    }
-                )
-                place = len(self.segments) - 1
-            self.segment_of[number] = place
-            if name is None and edge.owner is not None:
-                mixed.add(place)
-            segment, size = self.segments[place], edge.end - edge.start
-            segment["by"] = None if place in mixed else segment["by"] or name
-            segment["end"] = edge.end
-            segment["in_memory"] += size * edge.in_memory
-            segment["on_disk"] += size * edge.on_disk
-            segment["ends"] += self.ends[number]
+            segments.append(
+                {
+                    "parent": place,
+                    "start": edge.start,
+                    "end": edge.end,
+                    "in_memory": 0,
+                    "on_disk": 0,
+                    "by": None,
+                    "ends": [],
+                }
+            )
+            place = len(segments) - 1
+        segment_of[number] = place
+        if name is None and edge.owner is not None:
+            mixed.add(place)
+        segment, size = segments[place], edge.end - edge.start
+        segment["by"] = None if place in mixed else segment["by"] or name
+        segment["end"] = edge.end
+        segment["in_memory"] += size * edge.in_memory
+        segment["on_disk"] += size * edge.on_disk
+    return segments, segment_of
 
-    def blocks(self, group: GroupSnapshot, number: int) -> Json:
-        """A letter for each block of a layer group, and by number what holds it."""
-        held = self._holders(number)
-        letters: list[str] = []
-        places: list[int] = []
-        holders: dict[tuple[int | None, int], int] = {}
-        for block in group.blocks:
-            edge = group.edges.get(block.id)
-            mask, is_used = held.get(block.id, 0), block.ref_count > 0 or block.cached_refs > 0
-            if not is_used or not (
-                self._owner is None or mask or (edge is not None and self._is_seen[edge])
-            ):
-                letters.append("o" if is_used else "f")
-                places.append(-1)
-                continue
-            sharers = mask | (0 if edge is None else self.users[edge])
-            letter = "r" if block.ref_count else "p" if block.pins else "c"
-            letters.append(letter.upper() if sharers.bit_count() > 1 else letter)
-            key = (None if edge is None else self.segment_of[edge], mask)
-            places.append(holders.setdefault(key, len(holders)))
-        numbers = range(len(self.names))
-        owners = [
-            {"segment": segment, "running": [n for n in numbers if mask >> n & 1]}
-            for segment, mask in holders
-        ]
-        return {"states": "".join(letters), "owners": owners, "owned": places}
 
-    def _holders(self, group: int) -> dict[int, int]:
-        """By block the mask of the running requests that hold it.
+def _blocks(
+    group: GroupSnapshot,
+    held: dict[int, int],
+    users: list[int],
+    segment_of: list[int | None],
+    sees: Callable[[int | None], bool],
+    num_agents: int,
+) -> Json:
+    """A letter for each block of a layer group, and by number what holds it.
 
-        A request without an agent has its own bit.
-        """
-        held: dict[int, int] = {}
-        for place, each in enumerate(self._running, len(self.names)):
-            bit = 1 << (place if each.name is None else self._number[each.name])
-            for block in each.tables[group] if each.tables else ():
-                held[block] = held.get(block, 0) | bit
-        return held
+    held:  by block the mask of the running requests that hold it. users, segment_of: by edge.
+    sees:  whether the owner of the key may see what is on an edge.
+    """
+    letters: list[str] = []
+    places: list[int] = []
+    holders: dict[tuple[int | None, int], int] = {}
+    for block in group.blocks:
+        edge, mask = group.edges.get(block.id), held.get(block.id, 0)
+        is_used = block.ref_count > 0 or block.cached_refs > 0
+        if not (is_used and (mask or sees(edge))):
+            letters.append("o" if is_used else "f")
+            places.append(-1)
+            continue
+        sharers, segment = (mask, None) if edge is None else (mask | users[edge], segment_of[edge])
+        letter = "r" if block.ref_count else "p" if block.pins else "c"
+        letters.append(letter.upper() if sharers.bit_count() > 1 else letter)
+        places.append(holders.setdefault((segment, mask), len(holders)))
+    owners = [
+        {"segment": segment, "running": [n for n in range(num_agents) if mask >> n & 1]}
+        for segment, mask in holders
+    ]
+    return {"states": "".join(letters), "owners": owners, "owned": places}
 
 
 def _shown(name: str, owner: str | None) -> str:

@@ -27,97 +27,81 @@ GATHER_SECONDS = 0.05
 SENT = 32
 
 
-class EventsEndpoint:
-    """Streams events to the client of `handler` until it hangs up or the server stops."""
+def answer_events(handler: Any) -> None:
+    """Stream events to the client of `handler` until it hangs up or the server stops.
 
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
-        self._generator = handler.scope.generator
-        self._access = self._generator.access
-        self._view = EventView(handler.scope.owner, self._access.config.private_prefixes)
-
-    def get(self) -> None:
-        """Answer the request, which may name the last event that the client has seen, or want a
-        snapshot first.
-        """
-        query = dict(parse_qsl(urlsplit(self._handler.path).query))
-        given = self._handler.headers.get("Last-Event-ID") or query.get("last_event_id")
-        if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
-            raise StatusError(
-                400,
-                "Last-Event-ID: Input should be the id of an event, a number; found "
-                f"{given[:50]!r}",
-            )
-        if self._handler.command == "HEAD":
-            self._handler.start_stream("text/event-stream")
-            return
-        readers = self._access.event_readers
-        place = readers.enter(
-            reader_client(self._handler.scope.owner, self._handler.client_address[0])
+    The request may name the last event that the client has seen, or want a snapshot first.
+    """
+    query = dict(parse_qsl(urlsplit(handler.path).query))
+    given = handler.headers.get("Last-Event-ID") or query.get("last_event_id")
+    if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
+        raise StatusError(
+            400,
+            f"Last-Event-ID: Input should be the id of an event, a number; found {given[:50]!r}",
         )
-        if place is None:
-            most = self._access.config.event_readers
-            raise StatusError(
-                503, f"{most} clients already read events. Try again when one of them has ended."
-            )
-        try:
-            self._handler.start_stream("text/event-stream")
-            reader = EventReader(
-                self._generator.registry.log, None if given is None else int(given)
-            )
-            for data in self._stream(
-                place, reader, is_on(query.get("snapshot")), is_on(query.get("follow", "1"))
-            ):
-                # The socket's time to send bounds a client that reads nothing.
-                self._handler.wfile.write(data)
-                self._handler.wfile.flush()
-        finally:
-            readers.leave(place)
+    if handler.command == "HEAD":
+        handler.start_stream("text/event-stream")
+        return
+    owner, access = handler.scope.owner, handler.scope.generator.access
+    place = access.event_readers.enter(reader_client(owner, handler.client_address[0]))
+    if place is None:
+        most = access.config.event_readers
+        raise StatusError(
+            503, f"{most} clients already read events. Try again when one of them has ended."
+        )
+    try:
+        handler.start_stream("text/event-stream")
+        for data in _stream(handler, place, None if given is None else int(given), query):
+            # The socket's time to send bounds a client that reads nothing.
+            handler.wfile.write(data)
+            handler.wfile.flush()
+    finally:
+        access.event_readers.leave(place)
 
-    def _stream(
-        self, place: ReaderPlace, reader: EventReader, wants_snapshot: bool, follows: bool
-    ) -> Iterator[bytes]:
-        """Yield what is sent at a time."""
-        log, since = self._generator.registry.log, 0
-        yield b": events of the server\n\n"
-        if wants_snapshot:
-            # Of the events before now, those of blocks are sent, which complete the snapshot.
-            since, snapshot = log.end, self._generator.snapshots.take()
-            reader = EventReader(log, snapshot.number)
-            yield packet(snapshot.number, "all_cleared", {}, None, snapshot.time)
-            parts = [data for salt, data in snapshot.parts if self._view.sees(salt)]
-            for first in range(0, len(parts), SENT):
-                yield b"".join(parts[first : first + SENT])
-        end, comment_due = log.end, time.monotonic() + self._access.config.comment_seconds
-        while follows or (reader.next < end and reader.wait(0)):
-            if place.is_lost:
-                yield (
-                    ": a newer reader has this place\nretry: "
-                    f"{1000 * self._access.config.reader_retry_seconds}\n\n"
-                ).encode()
-                return
-            data = b""
-            if reader.wait(CHECK_SECONDS):
-                time.sleep(GATHER_SECONDS)
-                data = b"".join(self._take(reader, since))
-            elif log.is_closed:
-                return
-            # Events of others show this reader nothing.
-            if not data and has_hung_up(self._handler.connection):
-                return
-            if not data and time.monotonic() >= comment_due:
-                data = b": nothing new\n\n"
-            if data:
-                comment_due = time.monotonic() + self._access.config.comment_seconds
-                yield data
 
-    def _take(self, reader: EventReader, since: int) -> Iterator[bytes]:
-        lost, events = reader.take()
-        if lost:
-            yield packet(reader.next - len(events) - 1, "gap", {"lost": lost}, None, time.time())
-        for event in events:
-            if event.number >= since or not isinstance(event.what, dict):
-                yield self._view.packet(event)
+def _stream(
+    handler: Any, place: ReaderPlace, after: int | None, query: dict[str, str]
+) -> Iterator[bytes]:
+    """Yield what is sent at a time. `after`: the number of the event that was read last."""
+    generator = handler.scope.generator
+    config, log, since = generator.access.config, generator.registry.log, 0
+    view, reader = EventView(handler.scope.owner, config.private_prefixes), EventReader(log, after)
+    yield b": events of the server\n\n"
+    if is_on(query.get("snapshot")):
+        # Of the events before now, those of blocks are sent, which complete the snapshot.
+        since, snapshot = log.end, generator.snapshots.take()
+        reader = EventReader(log, snapshot.number)
+        yield packet(snapshot.number, "all_cleared", {}, None, snapshot.time)
+        parts = [data for salt, data in snapshot.parts if view.sees(salt)]
+        for first in range(0, len(parts), SENT):
+            yield b"".join(parts[first : first + SENT])
+    follows = is_on(query.get("follow", "1"))
+    end, comment_due = log.end, time.monotonic() + config.comment_seconds
+    while follows or (reader.next < end and reader.wait(0)):
+        if place.is_lost:
+            retry = 1000 * config.reader_retry_seconds
+            yield f": a newer reader has this place\nretry: {retry}\n\n".encode()
+            return
+        data = b""
+        if reader.wait(CHECK_SECONDS):
+            time.sleep(GATHER_SECONDS)
+            lost, events = reader.take()
+            if lost:
+                before = reader.next - len(events) - 1
+                data = packet(before, "gap", {"lost": lost}, None, time.time())
+            for event in events:
+                if event.number >= since or not isinstance(event.what, dict):
+                    data += view.packet(event)
+        elif log.is_closed:
+            return
+        # Events of others show this reader nothing.
+        if not data and has_hung_up(handler.connection):
+            return
+        if not data and time.monotonic() >= comment_due:
+            data = b": nothing new\n\n"
+        if data:
+            comment_due = time.monotonic() + config.comment_seconds
+            yield data
 
 
 def is_on(value: str | None) -> bool:
@@ -131,5 +115,5 @@ def answer_metrics(handler: Any) -> None:
 
 ROUTES = (
     Route(METRICS, answer_metrics),
-    Route(EVENTS, lambda handler: EventsEndpoint(handler).get()),
+    Route(EVENTS, answer_events),
 )
