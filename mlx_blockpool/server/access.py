@@ -27,8 +27,8 @@ from ..store.agents import SEPARATOR
 from .bodies import Json, StatusError
 from .origins import (
     ForeignPage,
+    address_of,
     host_name,
-    is_address,
     is_foreign,
     is_loopback_name,
     sent_origin,
@@ -218,7 +218,7 @@ class AccessPolicy:
         return (
             bool(self._keys)
             or name in (self.config.host.lower(), *self.config.allowed_hosts)
-            or is_address(name)
+            or address_of(name) is not None
         )
 
     def _check_key(self, method: str, path: str, headers: Any) -> None:

@@ -21,12 +21,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..config import EngineConfig
-from ..errors import LoadError, PoolExhaustedError, RequestTooLargeError, TooManyPositionsError
+from ..errors import LoadError, PoolExhaustedError
 from ..model_files.check import read_json
 from .bodies import InvalidRequestError
 from .jobs import Steps, between_steps
 from .model import LoadedModel
 from .preparation import KeyedLock
+from .prompts.job import check_length
 from .provider import ModelKey
 
 # One text at a time, of all clients in turn.
@@ -105,10 +106,7 @@ def embed(scope: Any, key: ModelKey, texts: list[list[int]], size: int | None) -
         pooling = pooling_of(served.provider.folder)
         most = served.capacity() or EngineConfig.endless_tokens
         for tokens in texts:
-            if served.positions is not None and len(tokens) > served.positions:
-                raise TooManyPositionsError(len(tokens), served.positions)
-            if len(tokens) > most:
-                raise RequestTooLargeError(len(tokens), most)
+            check_length(len(tokens), most, served.positions)
         if size is not None:
             width = between_steps(generator, partial(_width_of, served.provider.model))
             if size > width:

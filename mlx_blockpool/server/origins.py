@@ -74,23 +74,20 @@ def is_foreign(origin: str) -> bool:
     return parts.scheme not in (*APPS, *EXTENSIONS) or not name
 
 
+def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a name is, which no other machine's page can be rebound to; or None."""
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
 def is_loopback_name(name: str) -> bool:
     """Return whether a name or address of a client can only be this machine."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def is_address(name: str) -> bool:
-    """Return whether a name is an IP address, which no other machine's page can be rebound to."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    address = address_of(name)
+    if address is not None:
+        return address.is_loopback
+    return name == "localhost" or name.endswith(".localhost")
 
 
 def host_name(host: str) -> str:

@@ -14,13 +14,14 @@ from typing import Any
 from mlx_lm.utils import load_config
 
 from ..config import ImageConfig
-from ..errors import BlockpoolError, RequestTooLargeError, TooManyPositionsError
+from ..errors import BlockpoolError
 from ..mlx_lm_compat import image_parts
 from ..model_files.modelfile import local_folder, positions_of
+from .bodies import Json
 from .forms import Forms, FormTokens, has_form
 from .images import check_images, processor_of
 from .models.registry import ModelRegistry
-from .prompts.job import PreparedPrompt, PromptJob, TokenizerJob, TokenizerResult, TokenizerSource
+from .prompts.job import PromptJob, TokenizerJob, TokenizerResult, TokenizerSource
 from .prompts.workers import PromptWorkers
 from .provider import ModelKey
 from .request import ChatRequest, PromptRequest
@@ -72,14 +73,14 @@ class PromptPreparation:
         job = self._job(request, args)
         is_chat_request = isinstance(request, ChatRequest)
         if any(image_parts(request.messages)):
-            job.processor = self._processor(args.model)
+            job.processor = processor_of(self._config(args.model))
         if job.processor is not None:
             job.image_at = request.image_at or "messages"
             self.registry.need_one_rank(job.image_at, "images")
             check_images(job.messages, job.image_at, self.images)
         elif is_chat_request and request.image_at is not None:
             raise ValueError(f"{request.image_at}: this model takes no images")
-        prepared = self._rendered(job, args.model)
+        prepared = self.workers.prepare(job)
         if job.only_count:
             raise PromptCounted(len(prepared.tokens))
         if prepared.images is not None and request.pixels is not None:
@@ -109,11 +110,7 @@ class PromptPreparation:
         """
         key = self.registry.find(model)
         served = self.registry.loaded.get(key)
-        return (
-            positions_of(load_config(local_folder(key.model)))
-            if served is None
-            else served.positions
-        )
+        return positions_of(self._config(key)) if served is None else served.positions
 
     def load(self, key: ModelKey) -> None:
         """Have a worker load a model's tokenizer while the model itself is loaded."""
@@ -130,15 +127,10 @@ class PromptPreparation:
             else served.form_tokens
         )
 
-    def _processor(self, key: ModelKey) -> str | None:
-        """The name of a model's image processor, also before the model is loaded.
-
-        None if it takes no images.
-        """
+    def _config(self, key: ModelKey) -> Json:
+        """A model's config.json, also before the model is loaded."""
         served = self.registry.loaded.get(key)
-        return processor_of(
-            load_config(local_folder(key.model)) if served is None else served.provider.config
-        )
+        return load_config(local_folder(key.model)) if served is None else served.provider.config
 
     def _source(self, key: ModelKey) -> TokenizerSource:
         served, template = self.registry.loaded.get(key), self.registry.template
@@ -146,19 +138,6 @@ class PromptPreparation:
         return TokenizerSource(
             str(folder), template._tokenizer_config, template.cli_args.use_default_chat_template
         )
-
-    def _rendered(self, job: PromptJob, key: ModelKey) -> PreparedPrompt:
-        try:
-            return self.workers.prepare(job)
-        except RequestTooLargeError as error:
-            served = self.registry.loaded.get(key)
-            if (
-                served is not None
-                and served.positions is not None
-                and error.needed > served.positions
-            ):
-                raise TooManyPositionsError(error.needed, served.positions) from error
-            raise
 
     def _job(self, request: Any, args: Any) -> PromptJob:
         served = self.registry.loaded.get(args.model)
@@ -173,7 +152,7 @@ class PromptPreparation:
             {**options, **(args.chat_template_kwargs or {})},
         )
         if served is not None:
-            job.capacity = served.max_tokens
+            job.capacity, job.positions = served.capacity(), served.positions
             job.checkpoints = served.engine is None or served.engine.caches.needs_checkpoints
         if isinstance(request, PromptRequest):
             job.salt = request.options.salt
@@ -185,7 +164,8 @@ class PromptPreparation:
             ]
             job.calls, job.begin, job.holds_calls = request.calls, request.begin, bool(request.held)
             if request.only_count:
-                job.capacity, job.checkpoints, job.only_count = None, False, True
+                job.capacity = job.positions = None
+                job.checkpoints, job.only_count = False, True
         return job
 
 

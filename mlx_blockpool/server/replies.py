@@ -21,10 +21,10 @@ from ..drafts.draft import Prediction
 from ..drafts.index import SuffixIndex
 from ..engine.request import KIND, Request, Token
 from ..engine.sequence import Sequence
-from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, make_logits_processors
 from ..prefix.lookup import Lookup
 from ..ranks.group import as_loss
+from .prompts.job import check_length
 from .sampling import make_sampler
 from .watch.event_log import ModelEvents
 from .watch.explain import Explained
@@ -249,10 +249,7 @@ def fit(
     """
     if not prompt:
         raise ValueError("The prompt is empty. Send at least one token.")
-    if positions is not None and len(prompt) + 1 > positions:
-        raise TooManyPositionsError(len(prompt) + 1, positions)
-    if capacity is not None and len(prompt) + 1 > capacity:
-        raise RequestTooLargeError(len(prompt) + 1, capacity)
+    check_length(len(prompt) + 1, capacity, positions)
     most = [limit - len(prompt) for limit in (capacity, positions) if limit is not None]
     if args.max_tokens >= WHAT_FITS:
         most += [default] if default is not None else [] if most else [EngineConfig.endless_tokens]

@@ -99,18 +99,13 @@ def test_a_worker_prepares_what_mlx_lm_tokenizes(folder: Path, workers: PromptWo
 def test_a_tokenizer_is_loaded_before_the_first_prompt_asks_for_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads, load, config, tokenizers = (
-        [],
-        worker.load_tokenizer_of,
-        PromptConfig(),
-        worker.Tokenizers(),
-    )
+    loads, load, config = [], worker.load_tokenizer_of, PromptConfig()
     monkeypatch.setattr(
         worker, "load_tokenizer_of", lambda source: loads.append(source.folder) or load(source)
     )
-    assert worker._result(tokenizers, config, 20, job(folder).source) is None
+    assert worker._result(config, 20, job(folder).source) is None
     assert loads == [str(folder)]
-    prepared = worker._result(tokenizers, config, 20, job(folder))
+    prepared = worker._result(config, 20, job(folder))
     assert isinstance(prepared, PreparedPrompt)
     assert len(prepared.tokens) == HELLO_TOKENS
     assert loads == [str(folder)]

@@ -136,53 +136,43 @@ def breakpoint_positions(
 
     `messages`: as the client gave them, parts not joined.
     """
-    chat = _Chat(template, messages)
     found: dict[int, int] = {}
     text = template.text(messages, add_generation_prompt=True)
     for point in breakpoints:
-        beginning = text[: chat.end_of(point, text)]
+        beginning = text[: _end_of(point, template, messages, text)]
         encoded = template.tokenizer.encode(beginning, add_special_tokens=False)
         if tokens := common_prefix(encoded, prompt):
             found[tokens] = max(point.seconds, found.get(tokens, 0))
     return sorted(found.items())
 
 
-@dataclass(frozen=True)
-class _Chat:
-    """One chat, of which beginnings are rendered."""
+def _end_of(point: Breakpoint, template: Template, messages: list[Message], text: str) -> int:
+    """Count the characters of the rendered chat `text` that a marked beginning takes.
 
-    template: Template
-    messages: list[Message]
+    0 if that cannot be found.
+    """
+    if point.message is None:
+        return _end_of_tools((template.tools or [])[: point.parts], template, messages, text)
+    message = messages[point.message]
+    if point.parts is not None:
+        message = {name: value for name, value in message.items() if name != "tool_calls"}
+        message["content"] = message["content"][: point.parts]
+    return _common(template, [*messages[: point.message], message], text)
 
-    def end_of(self, point: Breakpoint, text: str) -> int:
-        """Count the characters of the rendered chat that a marked beginning takes.
 
-        0 if that cannot be found.
-        """
-        if point.message is None:
-            return self._end_of_tools(point.parts or 0, text)
-        message = self.messages[point.message]
-        if point.parts is not None:
-            message = {name: value for name, value in message.items() if name != "tool_calls"}
-            message["content"] = message["content"][: point.parts]
-        return self._common([*self.messages[: point.message], message], self.template.tools, text)
+def _end_of_tools(tools: list[Any], template: Template, messages: list[Message], text: str) -> int:
+    """Tools stand before the system prompt in some templates, and after it in others."""
+    shown = replace(template, tools=tools)
+    name = f"_{tools[-1]['function']['name']}"
+    another = {**tools[-1], "function": {**tools[-1]["function"], "name": name}}
+    alone = _common(shown, [EMPTY], text)
+    if alone > _common(replace(template, tools=[*tools[:-1], another]), [EMPTY], text):
+        return alone
+    leading = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    return _common(shown, messages[:leading], text)
 
-    def _end_of_tools(self, count: int, text: str) -> int:
-        """Tools stand before the system prompt in some templates, and after it in others."""
-        tools = (self.template.tools or [])[:count]
-        name = f"_{tools[-1]['function']['name']}"
-        another = {**tools[-1], "function": {**tools[-1]["function"], "name": name}}
-        alone, changed = (
-            self._common([EMPTY], shown, text) for shown in (tools, [*tools[:-1], another])
-        )
-        if alone > changed:
-            return alone
-        leading = next(
-            (i for i, m in enumerate(self.messages) if m["role"] != "system"), len(self.messages)
-        )
-        return self._common(self.messages[:leading], tools, text)
 
-    def _common(self, beginning: list[Message], tools: list[Any] | None, text: str) -> int:
-        if not beginning or beginning[-1]["role"] == "system":
-            beginning = [*beginning, EMPTY]
-        return common_prefix(text, _rendered(replace(self.template, tools=tools), beginning))
+def _common(template: Template, beginning: list[Message], text: str) -> int:
+    if not beginning or beginning[-1]["role"] == "system":
+        beginning = [*beginning, EMPTY]
+    return common_prefix(text, _rendered(template, beginning))

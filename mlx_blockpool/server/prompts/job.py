@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from ...errors import RequestTooLargeError, TooManyPositionsError
 from ...hooks import Message
 from ..bodies import Json
 
@@ -25,7 +26,7 @@ class TokenizerSource:
     """The origin of a tokenizer, as mlx-lm's ModelProvider loads it."""
 
     folder: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(hash=False)
     use_default_chat_template: bool = False
 
 
@@ -46,7 +47,8 @@ class PromptJob:
     is_chat_request: whether `calls`, `begin` and breakpoints on whole messages count; mlx-lm's own
     requests have those of parts.
     checkpoints:  whether the ends of the system prompt and of the conversation are wanted.
-    capacity:     the most tokens that the prompt may have; None if unknown.
+    capacity, positions: the most tokens of the prompt and its reply in the pool, and in the model;
+    None if unknown.
     processor:    mlx-lm's name of the image processor for the images in the messages; None without
                   images.
     image_at:     where the client's first image is.
@@ -69,6 +71,7 @@ class PromptJob:
     is_chat_request: bool = False
     checkpoints: bool = True
     capacity: int | None = None
+    positions: int | None = None
     processor: str | None = None
     image_at: str = "messages"
     only_count: bool = False
@@ -169,6 +172,16 @@ class PreparedPrompt:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, tokens=state["tokens"].tolist())
+
+
+def check_length(needed: int, capacity: int | None, positions: int | None) -> None:
+    """Raises TooManyPositionsError or RequestTooLargeError for more tokens than the model or its
+    pool takes.
+    """
+    if positions is not None and needed > positions:
+        raise TooManyPositionsError(needed, positions)
+    if capacity is not None and needed > capacity:
+        raise RequestTooLargeError(needed, capacity)
 
 
 # What a worker does: a prompt to render, other work for a tokenizer, a tokenizer to load before its

@@ -21,7 +21,6 @@ from jinja2 import TemplateError
 from mlx_lm.processors import PROCESSORS
 from mlx_lm.utils import load_config
 
-from ...errors import RequestTooLargeError
 from ...hooks import Message
 from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content, rebind
 from .breakpoints import (
@@ -32,7 +31,7 @@ from .breakpoints import (
     without_reminders,
 )
 from .encoding import ReusingTokenizer
-from .job import PreparedImages, PreparedPrompt, PromptJob
+from .job import PreparedImages, PreparedPrompt, PromptJob, check_length
 from .replay import KnownPieces, Replay
 from .templates import Template, sample_call, without_later_system
 
@@ -109,8 +108,7 @@ class PromptRenderer:
                 self.tokenizer, tokenized, begin, "tool" if job.calls == "must" else "normal"
             )
         prompt, segments, kinds, initial_state, vision = tokenized
-        if job.capacity is not None and len(prompt) + 1 > job.capacity:
-            raise RequestTooLargeError(len(prompt) + 1, job.capacity)
+        check_length(len(prompt) + 1, job.capacity, job.positions)
         encode = self.tokenizer.encode
         prepared = PreparedPrompt(
             array("i", prompt),

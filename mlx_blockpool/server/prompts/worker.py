@@ -9,6 +9,7 @@ each job is bounded by the kernel, whatever its code does; the server watches it
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -17,7 +18,6 @@ import signal
 import socket
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,26 +42,13 @@ GRACE_SECONDS = 2
 WORN = 0.25
 
 
-class Tokenizers:
-    """The tokenizers used last. One whose files have changed is loaded again."""
+@functools.lru_cache(PromptConfig.tokenizers)
+def renderer_of(source: TokenizerSource, stamp: object) -> PromptRenderer:
+    """The renderer of a tokenizer whose files have this stamp_of().
 
-    def __init__(self) -> None:
-        self._renderers: OrderedDict[Any, PromptRenderer] = OrderedDict()
-
-    def get(self, source: TokenizerSource, most: int) -> PromptRenderer:
-        """At most this many are kept. Raises whatever mlx-lm and the files raise."""
-        key = (
-            source.folder,
-            repr(source.config),
-            source.use_default_chat_template,
-            stamp_of(Path(source.folder)),
-        )
-        if key not in self._renderers:
-            self._renderers[key] = PromptRenderer(load_tokenizer_of(source))
-            while len(self._renderers) > most:
-                self._renderers.popitem(last=False)
-        self._renderers.move_to_end(key)
-        return self._renderers[key]
+    Raises whatever mlx-lm and the files raise.
+    """
+    return PromptRenderer(load_tokenizer_of(source))
 
 
 def serve(connection: Connection) -> None:
@@ -69,19 +56,16 @@ def serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, _out_of_time)
-    tokenizers = Tokenizers()
     fresh = _resident_bytes()
     connection.send(os.getpid())
     is_worn = False
     while not is_worn:
         config, seconds = connection.recv()
-        connection.send(_result(tokenizers, config, seconds, connection.recv()))
+        connection.send(_result(config, seconds, connection.recv()))
         is_worn = _resident_bytes() - fresh > WORN * config.memory_bytes
 
 
-def _result(
-    tokenizers: Tokenizers, config: PromptConfig, seconds: float, job: Job
-) -> Result | BaseException:
+def _result(config: PromptConfig, seconds: float, job: Job) -> Result | BaseException:
     """The result of a job, or why it has failed.
 
     `seconds`: of the processor, without those for loading its tokenizer.
@@ -92,9 +76,8 @@ def _result(
                 check_json(job)
             return None
         with _processor_time(config.load_seconds):
-            renderer = tokenizers.get(
-                job if isinstance(job, TokenizerSource) else job.source, config.tokenizers
-            )
+            source = job if isinstance(job, TokenizerSource) else job.source
+            renderer = renderer_of(source, stamp_of(Path(source.folder)))
         if isinstance(job, TokenizerSource):
             return None
         with _processor_time(seconds):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from prometheus_client import ProcessCollector
@@ -74,31 +75,26 @@ class Figure:
     read: str | Callable[[Any], Values]
     labels: tuple[str, ...] = ()
 
-    def family(self, subjects: Iterable[tuple[str, Any]], label: str) -> Metric:
-        """The metric with the samples of each of `subjects`, whose name is the value of `label`."""
-        family: Metric = FAMILIES[self.kind](
-            self.name, self.help, labels=[*([label] if label else ()), *self.labels]
-        )
-        for name, subject in subjects:
+    def family(
+        self, subjects: Iterable[tuple[tuple[str, ...], Any]], labels: tuple[str, ...] = ()
+    ) -> Metric:
+        """The metric with the samples of `subjects`, each with its values of `labels`."""
+        family: Any = FAMILIES[self.kind](self.name, self.help, labels=[*labels, *self.labels])
+        for common, subject in subjects:
             read = self.read
             values = getattr(subject.counts, read) if isinstance(read, str) else read(subject)
+            if not isinstance(values, Mapping):
+                values = {} if values is None else {(): values}
             # A copy: the generation thread may add a name meanwhile.
-            by_label = (
-                dict(values)
-                if isinstance(values, Mapping)
-                else {}
-                if values is None
-                else {(): values}
-            )
-            for own, value in by_label.items():
-                labels = [*([name] if label else ()), *((own,) if isinstance(own, str) else own)]
+            for own, value in dict(values).items():
+                found = [*common, *((own,) if isinstance(own, str) else own)]
                 if isinstance(value, Buckets):
                     bounds = [*map(str, value.bounds), "+Inf"]
                     counts = map(float, accumulate(value.counts))
-                    family.add_metric(labels, list(zip(bounds, counts, strict=True)), value.sum)  # type: ignore[attr-defined]
+                    family.add_metric(found, list(zip(bounds, counts, strict=True)), value.sum)
                 else:
-                    family.add_metric(labels, float(value))  # type: ignore[attr-defined]
-        return family
+                    family.add_metric(found, float(value))
+        return family  # type: ignore[no-any-return]
 
 
 def by_group(name: str) -> Callable[[ModelFigures], Values]:
@@ -494,27 +490,17 @@ OF_SERVER: tuple[Figure, ...] = (
 )
 
 
-class ServerMetrics:
-    """The metrics of one server and of its process, with the method that prometheus_client's
-    encoders call.
-    """
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-
-    def collect(self) -> Iterator[Metric]:
-        models = [(figures.name, figures) for figures in models_of(self._generator)]
-        for figure in OF_MODELS:
-            yield figure.family(models, "model_name")
-        for figure in OF_SERVER:
-            yield figure.family([("", self._generator)], "")
-        yield from ProcessCollector(registry=None).collect()
-
-
 def exposition(generator: Any, accept: str | None) -> tuple[str, bytes]:
     """Content type and body of a scrape, in the format that the client accepts."""
+    models = [((figures.name,), figures) for figures in models_of(generator)]
+    families = [
+        *(figure.family(models, ("model_name",)) for figure in OF_MODELS),
+        *(figure.family([((), generator)]) for figure in OF_SERVER),
+        *ProcessCollector(registry=None).collect(),
+    ]
     encode, content_type = choose_encoder(accept or "")
-    return content_type, encode(ServerMetrics(generator))
+    # The encoders read nothing else of a registry.
+    return content_type, encode(SimpleNamespace(collect=lambda: families))
 
 
 def models_of(generator: Any) -> Iterator[ModelFigures]:
