@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +40,7 @@ from ..spec import ModelCacheSpec
 from ..store.measurements import Measurements
 from ..store.prompt_store import PromptStore
 from ..tier.cache import TieredPrefixCache
-from ..tier.opening import digests_of
+from ..tier.opening import digests_of, open_store
 from ..tier.path_facts import PathFacts
 from . import model_caches as caches
 from .forms import FormTokens, tokens_of
@@ -206,19 +205,26 @@ class LoadedModel:
         self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)
 
     def _open_pooled(self, spec: ModelCacheSpec, pool_bytes: int) -> None:
+        provider, ranks, config = self.provider, self.ranks, self._config.store
         weights, found = "", cast(Probe, probe)
-        if self.hashing is not None and self.ranks.decides:
-            # store_of() says what is wrong with them.
-            with suppress(StoreError):
+        if self.hashing is not None:
+            try:
                 weights = self.hashing.result()
-        if weights:
+            except StoreError as error:
+                log.warning("%s is served without a prompt store: %s", provider.name, error)
+        if weights and ranks.decides:
             found = remembering(self._measurements, weights, self.provider.name)
         start = time.monotonic()
         arena = open_served(
             self.provider.model, spec, pool_bytes, self._config.pool, self.ranks, found
         )
         self.proof_seconds = time.monotonic() - start
-        store = caches.store_of(self.provider, self._config.store, arena.spec, self.hashing)
+        store = None
+        if config is not None and ranks.least([bool(weights)])[0]:
+            adapter, spec = provider.adapter_folder, arena.spec
+            store = open_store(
+                config, provider.folder, adapter, spec, provider.name, weights, ranks
+            )
         # Before the store is opened, so that its budget spares the records of pinned agents.
         self._open_agents(store)
         try:

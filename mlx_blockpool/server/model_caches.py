@@ -12,25 +12,22 @@ from typing import Any
 
 from mlx.utils import tree_flatten
 
-from ..config import PoolConfig, StoreConfig
+from ..config import PoolConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.sequence import Sequence
 from ..engine.stock import GuardedPromptCache
-from ..errors import PluginError, SpecError, StoreError
+from ..errors import PluginError, SpecError
 from ..kv import build
 from ..kv.arena import KVArena, state_share
 from ..kv.pool import BlockPool
 from ..kv.prediction_head import head_of
 from ..kv.prompt_cache import sequence_of
 from ..spec import FullLayer, ModelCacheSpec
-from ..store.identity import identity
-from ..store.prompt_store import PromptStore
 from ..tier.cache import TieredPrefixCache
-from ..tier.opening import digests_of, open_store
 from .access import without_folders
 from .bodies import Json
-from .provider import BlockpoolModelProvider, WeightsHash
+from .provider import BlockpoolModelProvider
 from .sequential import DraftedPrefix
 
 log = logging.getLogger(__name__)
@@ -46,31 +43,6 @@ def describe(model: Any, config: Json, model_id: str) -> tuple[ModelCacheSpec | 
     except (PluginError, SpecError) as error:
         log.warning("No pool for %s: %s", model_id, error)
         return None, str(error)
-
-
-def store_of(
-    provider: BlockpoolModelProvider,
-    config: StoreConfig | None,
-    spec: ModelCacheSpec,
-    hashing: WeightsHash | None,
-) -> PromptStore | None:
-    """The store of a model; None, which is logged, if its weights cannot be distinguished from
-    others, on this or another rank.
-
-    `hashing`: has hashed them. Without it they are hashed here.
-    """
-    if config is None:
-        return None
-    folder, adapter, ranks, weights = provider.folder, provider.adapter_folder, provider.ranks, ""
-    try:
-        weights = (
-            identity(folder, adapter, digests_of(config)) if hashing is None else hashing.result()
-        )
-    except StoreError as error:
-        log.warning("%s is served without a prompt store: %s", provider.name, error)
-    if not ranks.least([bool(weights)])[0]:
-        return None
-    return open_store(config, folder, adapter, spec, provider.name, weights, ranks)
 
 
 def leave_out_draft(provider: BlockpoolModelProvider, spec: ModelCacheSpec | None) -> None:

@@ -53,7 +53,9 @@ class SequentialCache:
         self.salt = SHARED
         self.lookup: Lookup | None = None
         self._prefix = prefix
-        self._pooled = prefix.prefix if isinstance(prefix, DraftedPrefix) else prefix
+        # What mlx-lm logs the figures of.
+        pooled = prefix.prefix if isinstance(prefix, DraftedPrefix) else prefix
+        self._counted: Any = stock if pooled is None else pooled
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
         """Layer caches for a prompt, and the tokens left to compute: at least one.
@@ -86,21 +88,21 @@ class SequentialCache:
             self._prefix.release(tokens, prompt_cache, cache_type, RetentionPolicy(salt=self.salt))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        return self.stock.stats_by_type() if self._pooled is None else self._pooled.stats_by_type()
+        return self._counted.stats_by_type()  # type: ignore[no-any-return]
 
     @property
     def nbytes(self) -> int:
-        return self.stock.nbytes if self._pooled is None else self._pooled.nbytes
+        return int(self._counted.nbytes)
 
     def __len__(self) -> int:
-        return len(self.stock) if self._pooled is None else len(self._pooled)
+        return len(self._counted)
 
     def close(self) -> None:
         """Release all caches: mlx-lm's generator refers to its prompt cache until the next model
         has started.
         """
-        self.stock = GuardedPromptCache()
-        self._prefix = self._pooled = self.lookup = None
+        self.stock = self._counted = GuardedPromptCache()
+        self._prefix = self.lookup = None
 
     def _key_of(self, model: Any) -> Any:
         """To mlx-lm's cache, prompts under a salt belong to another model."""
