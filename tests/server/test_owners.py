@@ -223,3 +223,24 @@ def test_names() -> None:
         False,
         False,
     ]
+
+
+def test_a_deleted_agent_names_only_its_owners_agents_among_those_that_need_its_records(
+    server: Client,
+) -> None:
+    common = "All of them begin with these words. " * 30
+    for who, agent in (("ann", "gone"), ("ann", "shown"), ("bob", "agents")):
+        body = chat(f"{common}I am {agent}.", user=agent)
+        assert ask(server, who, "/v1/chat/completions", body)[0] == 200
+        server.settle()
+        assert ask(server, who, f"/v1/agents/{agent}/save", {})[1]["agent"] == agent
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/agents/gone",
+        headers={"x-api-key": "key-of-ann"},
+        method="DELETE",
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        report = json.load(response)
+    assert (report["agent"], report["clean"]) == ("gone", True)
+    assert report["stays"]
+    assert {tuple(stay["agents"]) for stay in report["stays"]} == {("shown",)}
