@@ -196,7 +196,7 @@ class AccessPolicy:
         if "*" in allowed or (self._keys and not allowed):
             is_open = not any(path == root or path.startswith(root + "/") for root in OPERATION)
         else:
-            is_open = not allowed and (path in STOCK_PATHS or is_model(path))
+            is_open = not allowed and (path in STOCK_PATHS or path.startswith("/v1/models/"))
         if is_open:
             return
         advice = (
@@ -370,11 +370,6 @@ class BudgetShare:
 def is_page(path: str) -> bool:
     """Return whether a path is that of the page or one of its files, which hold no data."""
     return path in ("/", "/favicon.ico") or path.startswith("/page/")
-
-
-def is_model(path: str) -> bool:
-    """Return whether a path names one model."""
-    return path.startswith("/v1/models/")
 
 
 def is_loopback(host: str) -> bool:

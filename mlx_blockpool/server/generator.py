@@ -31,7 +31,6 @@ from .health import STEPS, Health
 from .jobs import Job
 from .kept_responses import KeptResponses
 from .model import LoadedModel
-from .models.queue import Claim
 from .models.registry import LoadCommand, ModelRegistry, store_report
 from .normalise import Normalisers
 from .preparation import KeyedLock, PromptPreparation
@@ -190,21 +189,6 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         """Status and body for GET /health."""
         status, body = self.health.report(self.generation_available(), self.has_waiting)
         return status, body | store_report(self.registry) | self.step_driver.condition.report()
-
-    def run_command(self, command: LoadCommand, connection: socket.socket) -> None:
-        """Have a model loaded or unloaded.
-
-        Returns once that is done, if the client waits. Raises what prevented it.
-        """
-        self.requests.put(command)
-        if command.claim is not Claim.UNWAITED:
-            try:
-                error = self.receive(command.queue, connection)
-            except ConnectionError:
-                command.is_left = True
-                raise
-            if error is not None:
-                raise error
 
     def give_up(self, error: Exception) -> None:
         """Fail all requests, while the generation thread hangs or after it has failed for good."""
@@ -492,7 +476,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self._report()
         # Requests that have arrived meanwhile are served before the next choice of this one.
         self._take_arrivals()
-        self.registry.queue.move_to_end(reply.is_other_choice)
+        self.registry.queue.move_to_end(
+            lambda item: (
+                isinstance(item, Reply) and item is not reply and item.request is reply.request
+            )
+        )
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Return the tokenized prompt to mlx-lm's sequential path."""

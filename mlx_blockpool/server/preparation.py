@@ -93,7 +93,10 @@ class PromptPreparation:
             if request.compiled is not None:
                 # A long run of forced tokens is found here, and not while other replies wait.
                 request.compiled.forced()
-        return args if prepared.never is None else never_drawing(prepared.never, args)
+        if prepared.never is None:
+            return args
+        biases = {**(args.logits.logit_bias or {}), prepared.never: NEVER}
+        return replace(args, logits=replace(args.logits, logit_bias=biases))
 
     def convert(self, job: TokenizerJob, model: Any) -> TokenizerResult:
         """Other work for the tokenizer of the model that a request describes; `job.source` is
@@ -167,14 +170,6 @@ class PromptPreparation:
                 job.capacity = job.positions = None
                 job.checkpoints, job.only_count = False, True
         return job
-
-
-def never_drawing(token: int, args: Any) -> Any:
-    """mlx-lm's arguments with a bias against a token."""
-    return replace(
-        args,
-        logits=replace(args.logits, logit_bias={**(args.logits.logit_bias or {}), token: NEVER}),
-    )
 
 
 class KeyedLock:

@@ -92,10 +92,6 @@ class Reply:
         """Return whether the client's thread has stopped reading the reply."""
         return self.context is not None and self.context._should_stop
 
-    def is_other_choice(self, item: Any) -> bool:
-        """Return whether an item of the queue is another choice for the same request."""
-        return item is not self and isinstance(item, Reply) and item.request is self.request
-
     def leave(self) -> None:
         """The generation thread drops the request, because no client reads the rest of its
         reply.

@@ -125,14 +125,23 @@ class ModelsEndpoint:
         unload: bool = False,
         claim: Claim = Claim.COMMAND,
     ) -> str:
-        """Have a model loaded or unloaded for a RequestScope, and return its id.
+        """Have a model loaded or unloaded for a RequestScope, and return its id: once that is done,
+        if the client waits.
 
         Raises the reason why it is not.
         """
         key = self._registry.find(wanted, again=True)
         name: str = self._catalog.id_of(key.model)
         command = LoadCommand(Queue(), key, unload, claim, scope.options.keep_seconds, scope.owner)
-        self._generator.run_command(command, scope.connection)
+        self._generator.requests.put(command)
+        if claim is not Claim.UNWAITED:
+            try:
+                error = self._generator.receive(command.queue, scope.connection)
+            except ConnectionError:
+                command.is_left = True
+                raise
+            if error is not None:
+                raise error
         return name
 
     def _listed(self, id: str, model: str, created: int) -> Json:
