@@ -14,7 +14,6 @@ import pytest
 
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.server.jobs import between_steps
-from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.replies import Reply
 from server.serving import Client
 
@@ -44,14 +43,14 @@ def test_a_request_that_fails_at_its_start_takes_nobody_along(
     server: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its start and its progress come with the same step."""
-    explain = LoadedModel.explain
+    started = Reply.started
 
-    def broken(self: Any, reply: Reply, cached: int, lookup: Any) -> None:
-        if len(reply.request.prepared.tokens) == 5:
+    def broken(self: Reply, served: Any, cached: int, lookup: Any) -> None:
+        if len(self.request.prepared.tokens) == 5:
             raise LookupError("cannot explain this")
-        explain(self, reply, cached, lookup)
+        started(self, served, cached, lookup)
 
-    monkeypatch.setattr(LoadedModel, "explain", broken)
+    monkeypatch.setattr(Reply, "started", broken)
     with long_reply(server) as lines:
         status, answer = server.send("/v1/completions", {"prompt": "12345", "max_tokens": 3})
         assert status == 400

@@ -273,4 +273,4 @@ def test_a_snapshot_ends_where_models_change(
     finally:
         del generator.requests.put
     assert (answer["model"], answer["seconds_ago"]) == (None, None)
-    assert maps._last is None
+    assert maps._last.ended is None
