@@ -225,6 +225,13 @@ class DecodeBatch:
         for member in runs:
             self.join(member)
 
+    def compute_rolled_back(self) -> None:
+        """Compute what was accepted and rolled back, of one member after another."""
+        for member in [member for member in self.members if member.rolled_back]:
+            self.suspend(member)
+            compute_chunk(self.model, [(member, member.prefill_end)], self.ragged)
+            self.join(member)
+
     def run(self, chunk: Chunk | None = None) -> Decoded:
         """Compute one token of each member, and a chunk of prompts in the same forward. Emits the
         tokens that the step before has drawn.
@@ -347,7 +354,7 @@ class DecodeBatch:
             rows.member.computed += rows.again
         decoded = accept(pending.logits, members, least_forced)
         held = pending.accept([rows.kept for rows in members])
-        self._layers, self._before = pending.layers, pending.before
+        self._before = pending.before
         for rows, count in zip(members, held, strict=True):
             rows.member.rolled_back = rows.kept - count
             rows.member.computed -= rows.member.rolled_back
@@ -433,6 +440,11 @@ class DecodeSteps:
         """One step of the batch: its run(), or its verify() where drafts pay; with a chunk of
         prompts where the model mixes them.
         """
+        if len(batch) > 1 and self._caches.capabilities.verifies == "alone":
+            # A verification computes one number of tokens for all members: nothing is drafted here,
+            # as a forward for each number would take about as long as one for all.
+            batch.compute_rolled_back()
+            return batch.run(chunk)
         drafts = {} if self.drafting is None else self._choose(batch, self.drafting)
         if not drafts and not batch.is_rolled_back:
             return batch.run(chunk)
@@ -517,14 +529,6 @@ class DecodeSteps:
 
     def _choose(self, batch: DecodeBatch, drafting: Drafting) -> dict[Sequence, Draft]:
         """The drafts of those members for which they pay in this step."""
-        if (
-            len(batch) > 1
-            and self._caches.capabilities.verifies == "alone"
-            and drafting.fixed is None
-        ):
-            # A forward for each number of tokens takes about as long as one for all members, so
-            # that the others would lose too much.
-            return {}
         # Nothing is drafted after the last token of a prompt: its drafter has seen that token.
         for member in batch.members:
             self.start(member)

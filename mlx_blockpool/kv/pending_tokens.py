@@ -11,8 +11,7 @@ requests and draws nothing. Owned by the generation thread.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +22,8 @@ from .batch_cache import PooledBatchCache
 from .layer_caches import PooledLayer
 from .other_caches import PooledArraysCache, StateBatch
 from .prediction_head import states_of
-from .prompt_cache import batch_of, leaves_of, member_of
+from .prompt_cache import leaves_of
+from .quantised import concatenated
 
 
 def takes_back(spec: ModelCacheSpec) -> bool:
@@ -103,10 +103,6 @@ class PendingTokens:
     """The next tokens of each sequence of a batch, computed; accept() keeps the first of each.
     Nothing else is done with the batch before that.
 
-    Where padding would reach a state, sequences with unequal numbers of tokens take a forward for
-    each number.
-
-    layers:  the batch, which takes the place of the one that was given.
     before:  what a prediction head reads: hidden states [sequences, n, dim], the first before the
              forward, and after accept() before each token that follows; None without a head.
     logits:  [rows, vocabulary], a row for each token, those of one sequence next to each other and
@@ -120,79 +116,12 @@ class PendingTokens:
         tokens: Sequence[list[int]],
         before: mx.array | None = None,
     ) -> None:
-        """`layers`: a batch, or the caches of one sequence. Blocks are reserved for all tokens."""
-        self.layers, self._states = layers, states_of(model)
-        self.before = self._states.stack([None] * len(tokens)) if before is None else before
-        by_length: dict[int, list[int]] = defaultdict(list)
-        for i, own in enumerate(tokens):
-            by_length[len(own)].append(i)
-        pads = all(leaf.pads for leaf in leaves_of(layers) if isinstance(leaf, StateBatch))
-        self._members = [list(range(len(tokens)))] if pads else list(by_length.values())
-        parts = [layers]
-        if len(self._members) > 1:
-            caches = [member_of(layers, i) for i in range(len(tokens))]
-            parts = [batch_of([caches[i] for i in members]) for members in self._members]
-        self._forwards = [
-            _Forward(
-                model,
-                part,
-                [tokens[i] for i in members],
-                None if self.before is None else self.before[mx.array(members)],
-            )
-            for part, members in zip(parts, self._members, strict=True)
-        ]
-        self.logits = mx.concatenate(self._in_order([forward.logits for forward in self._forwards]))
-
-    def accept(self, kept: Sequence[int]) -> list[int]:
-        """Keep the first kept[i] tokens of sequence i, one at least, and roll back the others.
-
-        Returns how many of each the caches hold: kept[i], or none where a state was rolled back.
-        The caches are evaluated then.
+        """`layers`: a batch, or the caches of one sequence. Blocks are reserved for all tokens.
+        Where padding would reach a state, all sequences have the same number of tokens.
         """
-        mx.eval(self.logits)
-        held = self._in_order(
-            [
-                forward.accept([kept[i] for i in members])
-                for forward, members in zip(self._forwards, self._members, strict=True)
-            ]
-        )
-        if self.before is not None:
-            self.before = self._states.stack(self._in_order([f.before for f in self._forwards]))
-        if len(self._forwards) > 1:
-            caches = self._in_order(
-                [
-                    [member_of(forward.layers, i) for i in range(len(members))]
-                    for forward, members in zip(self._forwards, self._members, strict=True)
-                ]
-            )
-            self.layers = batch_of(caches)
-        return held
-
-    def _in_order(self, parts: Iterable[Sequence[Any]]) -> list[Any]:
-        """What the forwards have for each of their sequences, in the order of all sequences."""
-        found = {
-            i: each
-            for members, part in zip(self._members, parts, strict=True)
-            for i, each in zip(members, part, strict=True)
-        }
-        return [found[i] for i in range(len(found))]
-
-
-class _Forward:
-    """One forward of PendingTokens. logits: of each sequence [tokens, vocabulary]."""
-
-    def __init__(
-        self,
-        model: Any,
-        layers: list[Any],
-        tokens: Sequence[list[int]],
-        before: mx.array | None,
-    ) -> None:
-        self.layers = layers
-        # Hidden states [1, n, dim] of each sequence, as PendingTokens.before.
-        self.before: list[mx.array] = []
-        self._first, head = before, states_of(model)
-        head.begin(before)
+        self._head = states_of(model)
+        self.before = self._head.stack([None] * len(tokens)) if before is None else before
+        self._head.begin(self.before)
         self._counts = [len(own) for own in tokens]
         leaves = leaves_of(layers)
         self._states = [
@@ -210,13 +139,16 @@ class _Forward:
             for i in range(len(tokens))
         ]
         logits = padded_forward(model, tokens, layers)
-        # Another forward waits for this one before it writes: a slab that is still to be read then
-        # would be copied.
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        self._hidden = head.last
-        self.logits = [logits[i, :count] for i, count in enumerate(self._counts)]
+        self._hidden = self._head.last
+        self.logits = concatenated([logits[i, :count] for i, count in enumerate(self._counts)])
 
     def accept(self, kept: Sequence[int]) -> list[int]:
+        """Keep the first kept[i] tokens of sequence i, one at least, and roll back the others.
+
+        Returns how many of each the caches hold: kept[i], or none where a state was rolled back.
+        The caches are evaluated then.
+        """
+        mx.eval(self.logits)
         held = []
         for own, computed, count in zip(self._in_blocks, self._counts, kept, strict=True):
             assert 1 <= count <= computed, f"{count} tokens kept of {computed}"
@@ -227,11 +159,11 @@ class _Forward:
                     f"{trimmed} tokens taken back of {computed - held[-1]} by a "
                     f"{type(leaf).__name__}"
                 )
-        if self._hidden is not None and self._first is not None:
-            first = self._first[:, :1].astype(self._hidden.dtype)
+        if self._hidden is not None and self.before is not None:
+            first = self.before[:, :1].astype(self._hidden.dtype)
             states = mx.concatenate([first, self._hidden], axis=1)
-            pairs = zip(held, kept, strict=True)
-            self.before = [states[i : i + 1, h : k + 1] for i, (h, k) in enumerate(pairs)]
+            pairs = enumerate(zip(held, kept, strict=True))
+            self.before = self._head.stack(states[i : i + 1, h : k + 1] for i, (h, k) in pairs)
         if not all(held):
             is_held = mx.array(held) > 0
             for state, before in self._states:

@@ -470,7 +470,7 @@ def _agrees_rolled_back(own: _OwnLogits, arena: KVArena, prompts: list[list[int]
         # The rows of the first that are computed again come before its next one.
         again = kept[held[0] :]
         tokens = [[*again, *second, 7], *[second] * more]
-        logits = PendingTokens(model, pending.layers, tokens).logits
+        logits = PendingTokens(model, layers, tokens).logits
         return logits[mx.array([len(again), *[len(tokens[0])] * more])]
 
     return _compared(own, rolled_back, prompts, count) is None

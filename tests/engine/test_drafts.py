@@ -125,6 +125,31 @@ def test_sequences_with_states_accept_as_much_a_forward_together_as_alone(
     assert max(alone) < {"never": 8, "behind 2": 24, "every 5th": 20}[mistakes]
 
 
+def test_states_that_take_padding_in_are_drafted_for_alone_and_computed_before_others_join() -> (
+    None
+):
+    requests = [Request(words(1, 40), 41), Request(words(2, 9), 20)]
+    expected = plain("lfm2", requests)
+    engine, prefix = make_drafting("lfm2")
+    engine.caches.capabilities = replace(
+        engine.caches.capabilities, verifies="alone", pads_states=False
+    )
+    prefix.arena.capabilities = engine.caches.capabilities
+    script(engine, engine.insert(requests[0]), expected.tokens[1], 5, "behind 2")
+    told = Told()
+    while not (members := engine.scheduler.batch.members) or not members[0].rolled_back:
+        told.take(engine.next())
+    before = engine.counts["verifications"]
+    script(engine, engine.insert(requests[1]), expected.tokens[2], 5, "behind 2")
+    while 2 not in told.reasons:
+        told.take(engine.next())
+    assert engine.counts["verifications"] <= before + 1
+    drive(engine, told)
+    assert engine.counts["verifications"] > before + 1
+    assert_alike(expected, told)
+    assert_nothing_held(prefix)
+
+
 def test_nothing_is_drafted_where_nobody_guesses_or_drafts_are_off() -> None:
     for config, off in (({"drafts": 4}, None), ({"drafts": "off"}, "drafts are off")):
         engine, _ = make_engine("llama", **config)

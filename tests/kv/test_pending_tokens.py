@@ -236,9 +236,7 @@ def test_a_sequence_without_states_or_with_empty_ones_starts_with_a_verification
 )
 @pytest.mark.parametrize("seed", seeds(1, 8))
 def test_members_of_a_batch_are_verified_together(type_: str, seed: int) -> None:
-    """With and without drafts, and with tokens that come again: one forward, unless padding would
-    reach the states.
-    """
+    """With and without drafts, and with tokens that come again, in one forward."""
     rng, model, starts = random.Random(seed), make_model(type_), [3, 250, 0, 40]
     arena = open_pool(model, POOL, PoolConfig(preallocate=True))
     ragged = arena.capabilities.ragged
@@ -264,12 +262,11 @@ def test_members_of_a_batch_are_verified_together(type_: str, seed: int) -> None
         ]
         forwards.count = 0
         pending = PendingTokens(forwards, batch, drafts)
-        assert forwards.count == (len(set(counts)) if type_ in UNPADDED else 1)
+        assert forwards.count == 1
         logits = mx.split(pending.logits, list(accumulate(counts))[:-1])
         for own, i, k in zip(logits, at, kept, strict=True):
             assert_near(own[:k], needed[i : i + k])
         held = pending.accept(kept)
-        batch = pending.layers
         known = [i + k for i, k in zip(at, kept, strict=True)]
         at = [i + h for i, h in zip(at, held, strict=True)]
         assert addresses(arena) == before
