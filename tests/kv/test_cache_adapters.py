@@ -23,9 +23,10 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.stock import StockCaches
 from mlx_blockpool.hooks import CacheAdapter, hookimpl
 from mlx_blockpool.kv.build import allocate
-from mlx_blockpool.kv.probe import _OwnLogits
+from mlx_blockpool.kv.probe import _Trials
 from mlx_blockpool.kv.prompt_cache import make_prompt_cache
 from mlx_blockpool.kv.rounded_caches import rounded
+from mlx_blockpool.ranks.group import ALONE
 from mlx_blockpool.testing import tiny_model
 
 PACKAGE = Path(__file__).parents[1] / "plugin_model"
@@ -210,9 +211,10 @@ def test_states_that_grow_next_to_such_a_cache_are_no_rows_of_a_batch(
     install(slopes, monkeypatch, right(slopes))
     spec = plugins.traced_spec(Model(), "grows")
     assert spec.source
-    caches = make_prompt_cache(Model(), allocate(spec, ROOMY))
+    arena = allocate(spec, ROOMY)
+    caches = make_prompt_cache(Model(), arena)
     Model()(mx.array([[1]]), caches)
-    own = _OwnLogits(Model(), spec)
+    trials = _Trials(Model(), arena, ALONE)
     with pytest.raises(NotImplementedError, match="grow"):
-        own.need_states_of_one_size(caches)
-    assert own.grows
+        trials._need_states_of_one_size(caches)
+    assert trials.grows
