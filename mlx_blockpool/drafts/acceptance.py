@@ -70,11 +70,6 @@ class AcceptanceRates:
         """The chance of a guess after a match of `length` tokens."""
         return self.rates[BUCKET_OF[length]]
 
-    def chances(self, length: int, count: int) -> list[float]:
-        """The chances of `count` tokens in a row, each if those before it are right."""
-        rates = self.rates
-        return [rates[BUCKET_OF[min(length + i, LONGEST)]] for i in range(count)]
-
 
 def _rate(log_odds: float) -> float:
     return 1.0 / (1.0 + math.exp(-log_odds))

@@ -74,17 +74,41 @@ class _Pass:
 
     def writing(self, value: Any) -> Any:
         """An argument of the run that writes."""
-        return _map_caches(value, lambda batch: _Writer(batch, self))
+        return _map_caches(value, self._writer)
+
+    def _writer(self, batch: PooledBatchCache) -> _Proxy:
+        def update(_: _Proxy, rows: Any) -> View:
+            batch.update_and_fetch(*rows)
+            self.left.discard(id(batch))
+            if not self.left:
+                raise _AllWrittenError
+            return rows
+
+        return _Proxy(batch.members[0], batch.offset, update)
 
     def reading(self, value: Any, member: int) -> Any:
-        """An argument of the run of one member."""
+        """An argument of the run of one member, whose caches have the new rows already."""
         if isinstance(value, MemberMasks):
             return value.masks[member]
         if isinstance(value, mx.array):
             return self._own_rows(value, member)
         if isinstance(value, tuple):
             return tuple(self.reading(part, member) for part in value)
-        return _map_caches(value, lambda batch: _Reader(batch, self, member))
+        return _map_caches(value, lambda batch: self._reader(batch, member))
+
+    def _reader(self, batch: PooledBatchCache, member: int) -> _Proxy:
+        cache, count = batch.members[member], self.counts[member]
+
+        def update(proxy: _Proxy, _: View) -> View:
+            proxy.offset += count
+            if not self.is_tentative:
+                return tuple(map(dense, cache.fetch()))
+            if isinstance(cache.place.layer, WindowLayer):
+                raise NotImplementedError("Windows are not verified member by member.")
+            views = cache.sequence.read(cache.place, cache.size_after(count))
+            return tuple(map(dense, join(views)))
+
+        return _Proxy(cache, self.starts[id(batch)][member], update)
 
     def _own_rows(self, array: mx.array, member: int) -> mx.array:
         """The rows of a member of an array [num_rows, length, ..], [num_rows, .., length, dim] or
@@ -133,75 +157,46 @@ class _Pass:
         return mx.concatenate(rows)
 
 
-class _Writer:
-    """A cache of a batch in the run that writes."""
+class _Proxy:
+    """Stands in for `cache`, or a batch of such caches, in one run of a module. `update`: what its
+    update_and_fetch() does with rows.
+    """
 
-    def __init__(self, batch: PooledBatchCache, passed: _Pass) -> None:
-        self._batch = batch
-        self._passed = passed
-        self.offset = batch.offset
+    def __init__(
+        self, cache: PooledLayer, offset: Any, update: Callable[[_Proxy, Any], View]
+    ) -> None:
+        self._names, self._update = names_of(cache), update
+        self.offset = offset
         self.keys = self.values = mx.zeros(1)
 
     def __getattr__(self, name: str) -> Any:
-        return by_name(self, names_of(self._batch.members[0]), name)
+        return by_name(self, self._names, name)
 
     def update_and_fetch(self, *rows: mx.array) -> View:
-        self._batch.update_and_fetch(*rows)
-        self._passed.left.discard(id(self._batch))
-        if not self._passed.left:
-            raise _AllWrittenError
-        return rows
-
-
-class _Reader:
-    """The cache of one member, which has the new rows already."""
-
-    def __init__(self, batch: PooledBatchCache, passed: _Pass, member: int) -> None:
-        self._cache = batch.members[member]
-        self._count = passed.counts[member]
-        self._is_tentative = passed.is_tentative
-        self.offset = passed.starts[id(batch)][member]
-        self.keys = self.values = mx.zeros(1)
-
-    def __getattr__(self, name: str) -> Any:
-        return by_name(self, names_of(self._cache), name)
-
-    def update_and_fetch(self, *_: mx.array) -> View:
-        cache = self._cache
-        self.offset += self._count
-        if not self._is_tentative:
-            return tuple(map(dense, cache.fetch()))
-        if isinstance(cache.place.layer, WindowLayer):
-            raise NotImplementedError("Windows are not verified member by member.")
-        views = cache.sequence.read(cache.place, cache.size_after(self._count))
-        return tuple(map(dense, join(views)))
-
-
-class _Dense:
-    """A quantised cache of one sequence for a module that computes with its arrays."""
-
-    def __init__(self, cache: PooledLayer) -> None:
-        self._cache = cache
-        self.keys = self.values = mx.zeros(1)
-
-    def __getattr__(self, name: str) -> Any:
-        return by_name(self, names_of(self._cache), name)
-
-    @property
-    def offset(self) -> int:
-        return self._cache.offset
-
-    def update_and_fetch(self, *rows: mx.array) -> View:
-        return tuple(map(dense, self._cache.update_and_fetch(*rows)))
+        return self._update(self, rows)
 
 
 def _densely(value: Any) -> Any:
-    def dense_cache(leaf: Any) -> Any:
-        is_quantised = isinstance(leaf, PooledLayer) and any(leaf.forms)
-        return _Dense(leaf) if is_quantised else leaf
+    """An argument with quantised caches of one sequence, for a module that computes with their
+    arrays.
+    """
 
-    leaves = _leaves(value)
-    return _map_caches(value, dense_cache) if any(map(dense_cache, leaves)) else value
+    def dense_cache(cache: Any) -> Any:
+        if not _is_quantised(cache):
+            return cache
+
+        def update(proxy: _Proxy, rows: Any) -> View:
+            found = tuple(map(dense, cache.update_and_fetch(*rows)))
+            proxy.offset = cache.offset
+            return found
+
+        return _Proxy(cache, cache.offset, update)
+
+    return _map_caches(value, dense_cache) if any(map(_is_quantised, _leaves(value))) else value
+
+
+def _is_quantised(cache: Any) -> bool:
+    return isinstance(cache, PooledLayer) and any(cache.forms)
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -22,6 +21,7 @@ from .arena import KVArena
 from .kernel_attention import kernel_form
 from .layer_caches import PooledLayer
 from .prompt_cache import pooled_caches
+from .proof import distance
 from .quantised import KEYS_AND_VALUES
 from .scratch import AttentionInputs, append, capture_attention_inputs, scratch_arena
 from .step import step_of
@@ -185,12 +185,5 @@ def _of_step(
         new = step.write(0, (keys, values))
         found.append(step.attend(0, queries, new, inputs.scale, inputs.sinks))
         mx.eval(found)
-    return _apart(*found)
-
-
-def _apart(needed: mx.array, found: mx.array) -> float:
-    needed, found = needed.astype(mx.float32), found.astype(mx.float32)
-    if not (mx.isfinite(needed).all() & mx.isfinite(found).all()).item():
-        return math.inf
-    difference: Any = (mx.abs(found - needed).max() / mx.abs(needed).max()).item()
-    return float(difference)
+    (off,) = distance(*([out.astype(mx.float32)] for out in found))
+    return off

@@ -102,8 +102,7 @@ class UnusedBatch(BaseCache):  # type: ignore[misc]
     def filter(self, *_: Any, **__: Any) -> None:
         """A batch of empty caches has no rows, and nothing to pad."""
 
-    extend = prepare = finalize = begin_rows = commit_rows = filter
-    begin_chunks = end_chunks = filter
+    extend = prepare = finalize = filter
 
     def make_mask(self, *args: Any, **_: Any) -> Any:
         return "causal" if args and args[0] > 1 else None

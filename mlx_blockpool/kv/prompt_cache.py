@@ -25,6 +25,7 @@ from ..errors import PoolExhaustedError
 from ..mlx_lm_compat import saved_as
 from ..spec import ChunkLayer, CompositeLayer, LayerSpec, StateLayer, WindowLayer
 from .arena import KVArena
+from .batch_cache import PooledBatchCache
 from .layer_caches import PooledKVCache, PooledLayer, PooledRotatingKVCache
 from .other_caches import (
     PooledArraysCache,
@@ -110,18 +111,6 @@ class PooledCacheList(StandIn, CacheList):  # type: ignore[misc]
     def member(self, idx: int) -> PooledCacheList:
         return PooledCacheList(*member_of(self.caches, idx))
 
-    def begin_rows(self, counts: Sequence[int]) -> None:
-        begin_rows(self.caches, counts)
-
-    def commit_rows(self, kept: Sequence[int]) -> None:
-        commit_rows(self.caches, kept)
-
-    def begin_chunks(self, chunks: Sequence[PooledCacheList], counts: Sequence[int]) -> None:
-        begin_chunks(self.caches, [chunk.caches for chunk in chunks], counts)
-
-    def end_chunks(self) -> None:
-        end_chunks(self.caches)
-
 
 def batch_of(caches: Iterable[list[Any]]) -> list[Any]:
     """Batch caches of sequences of an attached model whose own caches are no longer used: what
@@ -137,9 +126,9 @@ def begin_rows(batch: Iterable[Any], counts: Sequence[int]) -> None:
     The model is called with tokens [rows, 1] then. Raises PoolExhaustedError, and all caches are as
     they were.
     """
-    begun: list[Any] = []
+    begun: list[PooledBatchCache] = []
     try:
-        for cache in batch:
+        for cache in _in_blocks(batch):
             cache.begin_rows(counts)
             begun.append(cache)
     except PoolExhaustedError:
@@ -153,12 +142,12 @@ def commit_rows(batch: Iterable[Any], kept: Sequence[int]) -> None:
 
     With zeros alone it is also what follows a forward that failed.
     """
-    for cache in batch:
+    for cache in _in_blocks(batch):
         cache.commit_rows(kept)
 
 
 def begin_chunks(
-    batch: Iterable[Any], chunks: Iterable[Sequence[Any]], counts: Sequence[int]
+    batch: Iterable[Any], chunks: Iterable[Iterable[Any]], counts: Sequence[int]
 ) -> None:
     """Compute the next counts[i] tokens of chunks[i], a batch of one sequence in prefill, in the
     next pass of a ragged batch, until end_chunks().
@@ -166,13 +155,18 @@ def begin_chunks(
     The model is called with tokens [rows, 1] then, those of the chunks after those of the batch,
     whose rows have begun.
     """
-    for cache, *own in zip(batch, *chunks, strict=True):
+    for cache, *own in zip(_in_blocks(batch), *map(_in_blocks, chunks), strict=True):
         cache.begin_chunks(own, counts)
 
 
 def end_chunks(batch: Iterable[Any]) -> None:
-    for cache in batch:
+    for cache in _in_blocks(batch):
         cache.end_chunks()
+
+
+def _in_blocks(batch: Iterable[Any]) -> list[PooledBatchCache]:
+    """The caches of a ragged batch without those of layers without attention."""
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, PooledBatchCache)]
 
 
 def member_of(batch: Iterable[Any], idx: int) -> list[Any]:
