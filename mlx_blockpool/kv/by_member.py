@@ -77,7 +77,7 @@ class _Pass:
         return _map_caches(value, self._writer)
 
     def _writer(self, batch: PooledBatchCache) -> _Proxy:
-        def update(_: _Proxy, rows: Any) -> View:
+        def update(_: _Proxy, rows: tuple[mx.array, ...]) -> View:
             batch.update_and_fetch(*rows)
             self.left.discard(id(batch))
             if not self.left:
@@ -99,7 +99,7 @@ class _Pass:
     def _reader(self, batch: PooledBatchCache, member: int) -> _Proxy:
         cache, count = batch.members[member], self.counts[member]
 
-        def update(proxy: _Proxy, _: View) -> View:
+        def update(proxy: _Proxy, _: tuple[mx.array, ...]) -> View:
             proxy.offset += count
             if not self.is_tentative:
                 return tuple(map(dense, cache.fetch()))
@@ -163,7 +163,10 @@ class _Proxy:
     """
 
     def __init__(
-        self, cache: PooledLayer, offset: Any, update: Callable[[_Proxy, Any], View]
+        self,
+        cache: PooledLayer,
+        offset: Any,
+        update: Callable[[_Proxy, tuple[mx.array, ...]], View],
     ) -> None:
         self._names, self._update = names_of(cache), update
         self.offset = offset
@@ -185,7 +188,7 @@ def _densely(value: Any) -> Any:
         if not _is_quantised(cache):
             return cache
 
-        def update(proxy: _Proxy, rows: Any) -> View:
+        def update(proxy: _Proxy, rows: tuple[mx.array, ...]) -> View:
             found = tuple(map(dense, cache.update_and_fetch(*rows)))
             proxy.offset = cache.offset
             return found
