@@ -23,9 +23,11 @@ from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.build import describe
 from mlx_blockpool.kv.decode_policy import device
-from mlx_blockpool.kv.path_measuring import clock, measure_paths
+from mlx_blockpool.kv.measuring import Stopwatch
+from mlx_blockpool.kv.path_measuring import measure_paths
 from mlx_blockpool.kv.probe import probe
 from mlx_blockpool.kv.prompt_cache import batch_of, make_prompt_cache
+from mlx_blockpool.kv.scratch import pipelined
 from mlx_blockpool.spec import blocks_for
 
 FORMS = {
@@ -100,14 +102,12 @@ class Batch:
         appends are taken back.
         """
         self.arena.decode.path = path
-        start, wall, waiting = clock(), time.perf_counter(), None
-        for _ in range(STEPS):
-            following = mx.argmax(self.model(self.tokens, cache=self.caches)[:, -1], axis=-1)
-            mx.async_eval(following)
-            mx.eval(waiting)
-            waiting = following
-        mx.eval(waiting)
-        taken = (clock() - start) / STEPS, (time.perf_counter() - wall) / STEPS
+        wall = time.perf_counter()
+        with Stopwatch() as watch:
+            pipelined(
+                lambda: mx.argmax(self.model(self.tokens, cache=self.caches)[:, -1], axis=-1), STEPS
+            )
+        taken = watch.seconds / STEPS, (time.perf_counter() - wall) / STEPS
         for cache in self.caches:
             cache.trim(STEPS)
         return taken
@@ -175,10 +175,10 @@ def main() -> None:
         model = llama(*size, dtype)
         arena = KVArena(describe(model).with_bits(bits), 50_000_000)
         arena.capabilities = probe(model, arena)
-        start = clock()
-        arena.decode.costs = measure_paths(model, arena)
+        with Stopwatch() as watch:
+            arena.decode.costs = measure_paths(model, arena)
         report(
-            args, "paths", f"measuring, {form}", seconds=round(clock() - start, 2),
+            args, "paths", f"measuring, {form}", seconds=round(watch.seconds, 2),
             costs={str(group): asdict(costs) for group, costs in arena.decode.costs.items()},
             kernel=arena.capabilities.no_kernel.get(0, "trusted"),
         )  # fmt: skip

@@ -31,6 +31,7 @@ from .prompt_cache import batch_of, begin_rows, commit_rows, leaves_of, make_pro
 from .scratch import append, pipelined
 
 K = TypeVar("K")
+V = TypeVar("V")
 
 SECONDS = 2.0
 ROUNDS = 9
@@ -56,14 +57,14 @@ def no_interrupt() -> None:
     """The default `interrupt`: never stop measuring."""
 
 
-def medians(
-    cases: Mapping[K, Callable[[], float]],
+def readings(
+    cases: Mapping[K, Callable[[], V]],
     seconds: float,
     rounds: int = ROUNDS,
     at_least: int = 1,
     interrupt: Callable[[], None] = no_interrupt,
-) -> dict[K, float]:
-    """The median of what each case returns, measured in about `seconds`. They take turns, as
+) -> dict[K, list[V]]:
+    """What each case returns, time after time, measured in about `seconds`. They take turns, as
     devices slow down at times.
 
     `cases` begin with the cheapest. Those whose turn comes after half of the time are left out,
@@ -72,7 +73,7 @@ def medians(
     run, and what it raises ends the measuring.
     """
     start = time.perf_counter()
-    found: dict[K, list[float]] = {}
+    found: dict[K, list[V]] = {}
     for case, run in cases.items():
         half = seconds / 2 * (LONGEST if len(found) < at_least else 1)
         if found and time.perf_counter() - start > half:
@@ -86,7 +87,7 @@ def medians(
         for case, taken in found.items():
             interrupt()
             taken.append(cases[case]())
-    return {case: statistics.median(taken) for case, taken in found.items()}
+    return found
 
 
 def measure_curve(
@@ -107,16 +108,16 @@ def measure_curve(
     try:
         with arena.decode.uncounted():
             scratch = Scratch(model, arena)
-            taken = scratch.forward_seconds()
-            if taken > SLOW * seconds:
+            forward = scratch.forward_seconds()
+            if forward > SLOW * seconds:
                 raise UnmeasurableError(
-                    f"a forward of one token takes {taken:.2g} seconds, too long to measure others"
+                    f"a forward of one token takes {forward:.2g} seconds, too long to measure "
+                    "others"
                 )
             scratch.add(MEMBERS[-1], interrupt)
             long = _long(model, arena)
-            found = medians(
-                _cases(scratch, long), seconds, at_least=LEAST_CASES, interrupt=interrupt
-            )
+            taken = readings(_cases(scratch, long), seconds, ROUNDS, LEAST_CASES, interrupt)
+            found = {case: statistics.median(each) for case, each in taken.items()}
     finally:
         arena.pool.settle()
         mx.clear_cache()

@@ -9,8 +9,9 @@ thread.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..spec import FullLayer, ModelCacheSpec, WindowLayer, blocks_for
 from .arena import KVArena
 from .cost_model import PathCosts, PathTimes, Shape, fitted
 from .decode_policy import device
-from .measuring import no_interrupt
+from .measuring import Stopwatch, no_interrupt, readings
 from .prompt_cache import batch_of, begin_rows, commit_rows, pooled_caches
 from .scratch import AttentionInputs, append, capture_attention_inputs, pipelined, scratch_arena
 
@@ -80,15 +81,15 @@ MOST_STEPS = 8
 def measure_paths(
     model: Any,
     arena: KVArena,
-    seconds: float = 0.5,
+    seconds: float = 1.0,
     *,
     interrupt: Callable[[], None] = no_interrupt,
 ) -> dict[int, PathCosts]:
     """The costs of each full layer group of an attached model, and of windows that have a kernel,
     for arena.decode.costs.
 
-    Takes about `seconds`, twice that where there are kernels, and up to three times as long where
-    timing each shape once takes that; a model for which that is too short is not measured. Neither
+    Takes about `seconds`, twice that where there are kernels, and longer where timing each shape
+    once takes that, as in readings(); a model for which that is too short is not measured. Neither
     are models whose batches are not ragged, and pools that cannot hold a sequence. Other windows
     have one path only, as they share nothing. `interrupt` is called between steps, and what it
     raises ends the measuring.
@@ -101,14 +102,21 @@ def measure_paths(
         return {}
     inputs = {group: each[0] for group, each in every.items() if _has_paths(arena, group)}
     seconds = seconds * (2 if arena.capabilities.kernels else 1) / max(1, len(inputs))
+    found: dict[int, PathCosts] = {}
     try:
-        found = {
-            group: _times(arena, group, each, seconds, interrupt) for group, each in inputs.items()
-        }
+        for group, own in inputs.items():
+            cases = {
+                shape: partial(_rounds, arena, group, own, shape) for shape in _shapes(arena, group)
+            }
+            taken = readings(cases, seconds, at_least=len(cases), interrupt=interrupt)
+            if len(taken) == len(cases):
+                found[group] = fitted(
+                    [_path_times(shape, list(chain(*rounds))) for shape, rounds in taken.items()]
+                )
     finally:
         # The memory of the scratch pools.
         mx.clear_cache()
-    return {group: fitted(times) for group, times in found.items() if times}
+    return found
 
 
 def _has_paths(arena: KVArena, group: int) -> bool:
@@ -136,36 +144,6 @@ def _shapes(arena: KVArena, group: int) -> tuple[Shape, ...]:
     )
 
 
-def _times(
-    arena: KVArena,
-    group: int,
-    inputs: AttentionInputs,
-    seconds: float,
-    interrupt: Callable[[], None],
-) -> list[PathTimes]:
-    """The times of each shape, medians of all passes that there is time for; empty if there is
-    no time for one.
-    """
-    rounds: dict[Shape, list[dict[str, float]]] = {shape: [] for shape in _shapes(arena, group)}
-    if group in arena.capabilities.kernels:
-        for shape in rounds:
-            interrupt()
-            # A device compiles the kernel for some kinds of batches, which takes longer than all
-            # steps.
-            PathTrial(arena, group, inputs, shape).seconds("kernel", 1)
-    begun, on_the_wall = clock(), time.perf_counter()
-    taken = 0.0
-    while not taken or clock() - begun + taken < seconds:
-        first = clock()
-        for shape in rounds:
-            if clock() - begun > 3 * seconds or time.perf_counter() - on_the_wall > 10 * seconds:
-                return []
-            interrupt()
-            rounds[shape] += PathTrial(arena, group, inputs, shape).rounds()
-        taken = clock() - first
-    return [_path_times(shape, found) for shape, found in rounds.items()]
-
-
 def _path_times(shape: Shape, rounds: list[dict[str, float]]) -> PathTimes:
     ratios = {
         path: median(each[path] / each["ragged"] for each in rounds)
@@ -175,77 +153,65 @@ def _path_times(shape: Shape, rounds: list[dict[str, float]]) -> PathTimes:
     return PathTimes(shape, median(each["ragged"] for each in rounds), ratios)
 
 
-class PathTrial:
-    """Members of one shape in a scratch pool."""
+def _rounds(
+    arena: KVArena, group: int, inputs: AttentionInputs, shape: Shape
+) -> list[dict[str, float]]:
+    """The seconds of one step of one layer on each path, in several rounds, for members of one
+    shape in a scratch pool.
+    """
+    layer, has_kernel = arena.spec.groups[group].layer, group in arena.capabilities.kernels
+    # Blocks for what is appended too.
+    blocks = blocks_for(shape.shared) + sum(
+        blocks_for(tokens + MOST_STEPS + shape.rows) for tokens in shape.own
+    )
+    layers = _layers(arena.spec, group, shape, blocks)
+    own = scratch_arena(arena, layer, layers, blocks, True, has_kernel)
+    members, paths = len(shape.own), ["ragged"]
+    paths += ["shared"] * bool(shape.shared) + ["kernel"] * has_kernel
+    rows = members * shape.rows
+    queries = mx.repeat(inputs.queries, rows, axis=0)
+    keys, values = (
+        mx.zeros((rows, layer.kv_heads, 1, dim), own.dtype)
+        for dim in (layer.key_dim, layer.value_dim)
+    )
+    prefix = append(pooled_caches(own), shape.shared)
+    batch = batch_of(append(copy.deepcopy(prefix), tokens) for tokens in shape.own)
+    mx.eval(own.arrays(), queries, keys, values)
 
-    def __init__(self, arena: KVArena, group: int, inputs: AttentionInputs, shape: Shape) -> None:
-        layer, has_kernel = arena.spec.groups[group].layer, group in arena.capabilities.kernels
-        # Blocks for what is appended too.
-        blocks = blocks_for(shape.shared) + sum(
-            blocks_for(tokens + MOST_STEPS + shape.rows) for tokens in shape.own
-        )
-        self.arena = scratch_arena(
-            arena, layer, _layers(arena.spec, group, shape, blocks), blocks, True, has_kernel
-        )
-        self.inputs, self.shape = inputs, shape
-        self._paths = ["ragged"] + ["shared"] * bool(shape.shared) + ["kernel"] * has_kernel
-        self._rows = len(shape.own) * shape.rows
-        self._queries = mx.repeat(inputs.queries, self._rows, axis=0)
-        dims = layer.key_dim, layer.value_dim
-        self._keys, self._values = (
-            mx.zeros((self._rows, layer.kv_heads, 1, dim), self.arena.dtype) for dim in dims
-        )
-        prefix = append(pooled_caches(self.arena), shape.shared)
-        self._batch = batch_of(append(copy.deepcopy(prefix), tokens) for tokens in shape.own)
-
-    def rounds(self) -> list[dict[str, float]]:
-        """The seconds of one step of one layer on each path, in several rounds."""
-        mx.eval(self.arena.arrays(), self._queries, self._keys, self._values)
-        paths = list(self._paths)
-        rounds = [{path: self.seconds(path, 1) for path in paths}]
-        steps = min(MOST_STEPS, 1 + int(SHORTEST / max(rounds[0].values())))
-        # Of short steps the first ones are not counted: a device may compile what they need.
-        rounds = rounds if steps == 1 else []
-        while len(rounds) < ROUNDS:
-            paths.reverse()
-            rounds.append({path: self.seconds(path, steps) for path in paths})
-        return rounds
-
-    def seconds(self, path: str, steps: int) -> float:
-        """Seconds of one step of one layer. The tokens that it appends are taken back."""
-        self.arena.decode.path = path
-        run = self._run_steps if self.shape.rows == 1 else self._run_rows
-        return run(steps) / steps / len(self._batch)
-
-    def _run_rows(self, steps: int) -> float:
-        """Seconds of some forwards of rows, of which none is kept."""
-        start, members = clock(), len(self.shape.own)
-        for _ in range(steps):
-            begin_rows(self._batch, [self.shape.rows] * members)
-            mx.eval(self._step())
-            commit_rows(self._batch, [0] * members)
-        return clock() - start
-
-    def _run_steps(self, steps: int) -> float:
-        """Seconds of some decode steps."""
-        start = clock()
-        pipelined(self._step, steps)
-        taken = clock() - start
-        for cache in self._batch:
-            # A window that is full stays so.
-            if cache.is_trimmable():
-                cache.trim(steps)
-        return taken
-
-    def _step(self) -> mx.array:
+    def step() -> mx.array:
         """One step of all layers, each of which waits for the one before it."""
-        before = mx.zeros((self._rows, 1, 1, 1), self.arena.dtype)
-        for cache in self._batch:
-            cache.update_and_fetch(self._keys + before, self._values + before)
-            queries, given = self._queries + before.astype(self._queries.dtype), self.inputs
-            out = cache.attend_step(queries, given.scale, given.sinks, given.roles)
-            before = out[:, :1, :, :1].astype(self.arena.dtype)
+        before = mx.zeros((rows, 1, 1, 1), own.dtype)
+        for cache in batch:
+            cache.update_and_fetch(keys + before, values + before)
+            asked = queries + before.astype(queries.dtype)
+            out = cache.attend_step(asked, inputs.scale, inputs.sinks, inputs.roles)
+            before = out[:, :1, :, :1].astype(own.dtype)
         return before
+
+    def seconds(path: str, steps: int) -> float:
+        """Of one step of one layer. The tokens that it appends are taken back."""
+        own.decode.path = path
+        with Stopwatch() as watch:
+            if shape.rows == 1:
+                pipelined(step, steps)
+            for _ in range(steps if shape.rows > 1 else 0):
+                begin_rows(batch, [shape.rows] * members)
+                mx.eval(step())
+                commit_rows(batch, [0] * members)
+        for cache in batch:
+            # A window that is full stays so.
+            if shape.rows == 1 and cache.is_trimmable():
+                cache.trim(steps)
+        return watch.seconds / steps / len(batch)
+
+    rounds = [{path: seconds(path, 1) for path in paths}]
+    steps = min(MOST_STEPS, 1 + int(SHORTEST / max(rounds[0].values())))
+    # Of short steps the first ones are not counted: a device may compile what they need.
+    rounds = rounds if steps == 1 else []
+    while len(rounds) < ROUNDS:
+        paths.reverse()
+        rounds.append({path: seconds(path, steps) for path in paths})
+    return rounds
 
 
 def _layers(spec: ModelCacheSpec, group: int, shape: Shape, blocks: int) -> int:
@@ -258,10 +224,3 @@ def _layers(spec: ModelCacheSpec, group: int, shape: Shape, blocks: int) -> int:
     layers = spec.groups[group]
     fitting = GPU_BYTES // (blocks * spec.bytes_per_block_per_layer(layers.layer))
     return max(1, min(len(layers.layers), GPU_LAYERS, fitting))
-
-
-def clock() -> float:
-    """Seconds: of the processor where that computes, so that other processes do not count, else
-    of the clock on the wall.
-    """
-    return time.process_time() if device() == "cpu" else time.perf_counter()

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import astuple, replace
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from mlx_blockpool.errors import PoolExhaustedError, UnmeasurableError
 from mlx_blockpool.kv import measuring
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.build import attach, describe, open_pool
-from mlx_blockpool.kv.measuring import Scratch, Stopwatch, measure_curve, medians
+from mlx_blockpool.kv.measuring import Scratch, Stopwatch, measure_curve, readings
 from mlx_blockpool.kv.prompt_cache import make_prompt_cache
 
 
@@ -49,9 +50,13 @@ def taking(seconds: float, clock: list[float], ran: list[Any], name: Any) -> Cal
     return run
 
 
+def medians_of(*given: Any, **more: Any) -> dict[Any, float]:
+    return {case: median(taken) for case, taken in readings(*given, **more).items()}
+
+
 def test_cases_take_turns_and_the_first_run_of_each_does_not_count(clock: list[float]) -> None:
     ran: list[Any] = []
-    found = medians({name: taking(0.01, clock, ran, name) for name in "ab"}, 1.0, rounds=3)
+    found = medians_of({name: taking(0.01, clock, ran, name) for name in "ab"}, 1.0, rounds=3)
     assert ran == [*"ab"] * 4
     assert found == {"a": 3.01, "b": 3.01}
 
@@ -76,20 +81,22 @@ def test_something_else_goes_before_each_run(clock: list[float]) -> None:
     for times in range(6):
         ran.clear()
         with pytest.raises(StoppedError):
-            medians(cases, 1.0, rounds=2, interrupt=stops_after(times))
+            medians_of(cases, 1.0, rounds=2, interrupt=stops_after(times))
         assert ran == [*"ababab"][:times]
-    assert set(medians(cases, 1.0, rounds=2, interrupt=stops_after(6))) == {"a", "b"}
+    assert set(medians_of(cases, 1.0, rounds=2, interrupt=stops_after(6))) == {"a", "b"}
 
 
 def test_what_has_no_time_is_left_out_and_the_rest_is_measured_once_at_least(
     clock: list[float],
 ) -> None:
     ran: list[Any] = []
-    found = medians({count: taking(0.2 * count, clock, ran, count) for count in (1, 2, 4, 8)}, 1.0)
+    found = medians_of(
+        {count: taking(0.2 * count, clock, ran, count) for count in (1, 2, 4, 8)}, 1.0
+    )
     # The third one has begun before half of the time was over.
     assert ran == [1, 2, 1, 2]
     assert list(found) == [1, 2]
-    assert list(medians({count: taking(9.0, clock, ran, count) for count in (1, 2)}, 1.0)) == [1]
+    assert list(medians_of({count: taking(9.0, clock, ran, count) for count in (1, 2)}, 1.0)) == [1]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +161,9 @@ def test_a_slow_model_has_a_curve_of_few_rows(monkeypatch: pytest.MonkeyPatch) -
 def test_the_least_cases_have_five_times_as_long_and_no_more(clock: list[float]) -> None:
     ran: list[Any] = []
     cases = {count: taking(1.0, clock, ran, count) for count in range(20)}
-    assert list(medians(cases, 2.0, at_least=12)) == list(range(6))
+    assert list(medians_of(cases, 2.0, at_least=12)) == list(range(6))
     assert ran == [*range(6)] * 2
-    assert list(medians(cases, 2.0, at_least=3)) == [0, 1, 2]
+    assert list(medians_of(cases, 2.0, at_least=3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("counts", ["watch", "wall"])
@@ -217,7 +224,7 @@ def test_a_small_pool_has_a_curve_of_fewer_members_or_none(monkeypatch: pytest.M
 def test_a_curve_is_whole_where_all_members_and_a_long_context_have_room(
     blocks: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "medians", lambda cases, *_, **__: dict.fromkeys(cases, 1.0))
+    monkeypatch.setattr(measuring, "readings", lambda cases, *_: {key: [1.0] for key in cases})
     model = make_model("llama")
     spec = describe(model)
     arena = KVArena(spec, blocks * spec.bytes_per_block(spec.groups[0]))
@@ -235,13 +242,13 @@ def test_what_a_longer_context_costs_is_measured_with_one_row_and_with_many(
     measured |= {("long members", 1): 3.0, ("long rows", 1): 3.3, ("long rows", 16): 12.0}
     ran: list[tuple[str, int]] = []
 
-    def read(cases: dict[Any, Callable[[], float]], *_: Any, **__: Any) -> dict[Any, float]:
+    def read(cases: dict[Any, Callable[[], float]], *_: Any) -> dict[Any, list[float]]:
         for case, run in cases.items():
             assert run() > 0
             ran.append(case)
-        return {case: measured[case] for case in cases}
+        return {case: [measured[case]] for case in cases}
 
-    for attribute, value in (("ROWS", (1, 16)), ("MEMBERS", (1,)), ("medians", read)):
+    for attribute, value in (("ROWS", (1, 16)), ("MEMBERS", (1,)), ("readings", read)):
         monkeypatch.setattr(measuring, attribute, value)
     model = pooled.make_model(name)
     arena = open_pool(model, 40_000_000)

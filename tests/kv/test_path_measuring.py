@@ -5,7 +5,6 @@ stay as they were.
 from __future__ import annotations
 
 from itertools import count
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -15,7 +14,7 @@ from kernel.trusted import trust
 from models import make_model
 
 from mlx_blockpool.config import KVBits
-from mlx_blockpool.kv import path_measuring
+from mlx_blockpool.kv import measuring, path_measuring
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.build import describe
@@ -38,10 +37,10 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_measuring, "KERNEL_SHAPES", (Shape(0, (40,)), Shape(0, (20, 300))))
     monkeypatch.setattr(path_measuring, "ROWS", ((1, 300, 5), (2, 40, 17)))
     monkeypatch.setattr(path_measuring, "WINDOWS", ((1, 16), (2, 40), (2, 4096)))
-    monkeypatch.setattr(path_measuring, "clock", lambda: next(ticks) * 1e-3)
-    monkeypatch.setattr(path_measuring, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    # One pass over them.
-    monkeypatch.setattr(path_measuring.measure_paths, "__defaults__", (0.05,))
+    monkeypatch.setattr(measuring.Stopwatch, "_now", lambda _: (next(ticks) * 1e-3,) * 3)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(ticks) * 1e-3)
+    # Few passes over them.
+    monkeypatch.setattr(path_measuring.measure_paths, "__defaults__", (0.5,))
 
 
 def pool_of(name: str, bits: KVBits | None = None) -> tuple[object, KVArena]:
@@ -149,12 +148,13 @@ def test_something_else_goes_before_each_trial_and_leaves_the_pool_as_it_was() -
 @pytest.mark.usefixtures("ticking")
 def test_the_queries_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[AttentionInputs] = []
-    times = path_measuring._times
+    rounds = path_measuring._rounds
     monkeypatch.setattr(
-        path_measuring, "_times", lambda *given: asked.append(given[2]) or times(*given)
+        path_measuring, "_rounds", lambda *given: asked.append(given[2]) or rounds(*given)
     )
     measure_paths(*pool_of("gpt_oss"))
-    (found,) = asked
+    found = asked[0]
+    assert all(each is found for each in asked)
     assert (found.queries.shape, found.queries.dtype, found.scale) == (
         (1, 4, 1, 16),
         mx.float32,
