@@ -26,13 +26,11 @@ from ..config import EngineConfig, FormConfig
 from ..drafts.draft import Draft
 from ..drafts.drafting import Drafting
 from ..errors import PoolExhaustedError
-from ..kv.pending_tokens import PendingTokens, first_rows, padded_forward
+from ..kv.pending_tokens import PendingRows, PendingTokens, first_rows, padded_forward
 from ..kv.prediction_head import NO_STATES, head_of, states_of
 from ..kv.prompt_cache import (
     batch_of,
     begin_chunks,
-    begin_rows,
-    commit_rows,
     end_chunks,
     member_of,
     state_caches,
@@ -113,11 +111,8 @@ class DecodeBatch:
         self._draw = draw
         self.members: list[Sequence] = []
         self._layers: list[Any] = []
-        # The next token to be computed of each member; its logprobs where it was drawn and not
-        # emitted yet.
+        # The next token to be computed of each member.
         self._inputs: mx.array | None = None
-        self._logprobs: list[mx.array | None] = []
-        self._contexts: list[TokenBuffer | None] = []
         # Of a model with a head: the hidden states [members, n, dim] before the tokens of each
         # member that are computed again, and before its next one.
         self._states = states_of(model)
@@ -154,12 +149,9 @@ class DecodeBatch:
         self._inputs = (
             following if self._inputs is None else mx.concatenate([self._inputs, following])
         )
-        self._logprobs.append(sequence.logprobs)
-        self._contexts.append(
-            TokenBuffer(sequence.tokens[:-1]) if sequence.request.processors else None
-        )
+        if sequence.request.processors:
+            sequence.buffer = TokenBuffer(sequence.tokens[:-1])
         self.members.append(sequence)
-        sequence.logprobs = None
 
     def leave(self, leaving: Collection[Sequence]) -> None:
         """Let members go, each with its caches."""
@@ -169,7 +161,7 @@ class DecodeBatch:
         for i, member in enumerate(self.members):
             if member in leaving:
                 member.caches = member_of(self._layers, i) if self.ragged else self._layers
-                member.rolled_back = 0
+                member.rolled_back, member.logprobs, member.buffer = 0, None, None
                 member.hidden = None if self._before is None else self._before[i : i + 1, :1]
         self._layers = self._layers if keep else []
         for layer in self._layers:
@@ -178,8 +170,6 @@ class DecodeBatch:
         self._inputs = self._inputs[mx.array(keep)] if keep else None
         if self._before is not None:
             self._before = self._before[mx.array(keep)] if keep else None
-        self._logprobs = [self._logprobs[i] for i in keep]
-        self._contexts = [self._contexts[i] for i in keep]
         self.members = [self.members[i] for i in keep]
 
     def extract(self, sequence: Sequence) -> list[Any]:
@@ -197,14 +187,13 @@ class DecodeBatch:
         """Let a member go in such a way that it can join again: with the token that was drawn
         and not emitted yet.
         """
-        i = self.members.index(sequence)
         assert self._inputs is not None
         if sequence.computed + sequence.rolled_back == len(sequence.tokens):
-            sequence.tokens.append(ids(self._inputs)[i])
-        sequence.logprobs = self._logprobs[i]
-        if sequence.logprobs is not None:
-            mx.eval(sequence.logprobs)
+            sequence.tokens.append(ids(self._inputs)[self.members.index(sequence)])
+        logprobs = sequence.logprobs
+        mx.eval(logprobs)
         self.leave([sequence])
+        sequence.logprobs = logprobs
 
     def append(self, runs: Forced, together: bool) -> None:
         """Append forced tokens to members and compute them, several runs `together` if they may be
@@ -236,34 +225,43 @@ class DecodeBatch:
         """Compute one token of each member, and a chunk of prompts in the same forward. Emits the
         tokens that the step before has drawn.
         """
-        inputs, logprobs = self._inputs, self._logprobs
+        inputs, logprobs = self._inputs, [member.logprobs for member in self.members]
         assert inputs is not None
         if chunk:
-            logits = self._logits_with(chunk, inputs, [1] * len(self.members))
+            logits, self._before = self._logits_with(chunk, inputs, [1] * len(self.members))
         else:
             if self._states is not NO_STATES:
                 # In each step: a call would be felt.
                 self._states.begin(self._before)
             logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
             self._before = self._states.last
-        drawn = self._draw(logits, inputs, self.members, self._contexts)
-        self._inputs, self._logprobs = drawn.tokens, list(drawn.logprobs)
+        drawn = self._draw(logits, inputs, self.members)
+        self._inputs, following = drawn.tokens, list(drawn.logprobs)
         mx.async_eval(  # type: ignore[no-untyped-call]
-            self._inputs, self._logprobs, drawn.contexts, self._before
+            self._inputs, following, drawn.contexts, self._before
         )
         mx.eval(inputs, [row for row in logprobs if row is not None])
         decoded = Decoded(failed=drawn.failed, forced=drawn.forced)
-        for member, token, row in zip(self.members, ids(inputs), logprobs, strict=True):
+        for member, token, row, drawn_from in zip(
+            self.members, ids(inputs), logprobs, following, strict=True
+        ):
+            member.logprobs = drawn_from
             member.compute(token)
             if row is not None and member not in drawn.failed:
                 decoded.emitted.append((member, token, row))
         return decoded
 
-    def _logits_with(self, chunk: Chunk, inputs: mx.array, counts: list[int]) -> mx.array:
-        """The logits [rows, vocabulary] of the members' rows, counts[i] of member i, in one forward
-        with a chunk's tokens as further rows, which are computed when this returns.
+    def _logits_with(
+        self, chunk: Chunk | None, inputs: mx.array, counts: list[int]
+    ) -> tuple[mx.array, mx.array | None]:
+        """The logits [rows, vocabulary] and the hidden states of the members' rows, counts[i] of
+        member i, in one forward with a chunk's tokens as further rows, which are computed when this
+        returns.
         """
         states = self._states
+        if not chunk:
+            states.begin(self._before, counts)
+            return self.model(inputs[:, None], cache=self._layers)[:, -1, :], states.last
         tokens = [row.tokens[row.computed : end] for row, end in chunk]
         caches = [batch_of([row.caches or []]) for row, _ in chunk]
         lengths = [len(own) for own in tokens]
@@ -276,12 +274,12 @@ class DecodeBatch:
         logits = first_rows(self.model, rows[:, None], self._layers, inputs.size)
         end_chunks(self._layers)
         ends = [inputs.size + end - 1 for end in accumulate(lengths)]
-        self._before, hidden = states.at(range(inputs.size)), states.at(ends)
-        mx.eval(logits, [layer.state for layer in self._layers], self._before, hidden)
+        before, hidden = states.at(range(inputs.size)), states.at(ends)
+        mx.eval(logits, [layer.state for layer in self._layers], before, hidden)
         for i, (row, end) in enumerate(chunk):
             row.computed = end
             row.hidden = None if hidden is None else hidden[i : i + 1]
-        return logits[:, -1, :]
+        return logits[:, -1, :], before
 
     def guess(self, count: int) -> list[list[int]]:
         """`count` tokens after the next one of each member, as the model's head guesses them.
@@ -299,84 +297,58 @@ class DecodeBatch:
     def known(self) -> list[int]:
         """The next token of each member. Waits for the step in flight."""
         assert self._inputs is not None
-        mx.eval(self._inputs, [row for row in self._logprobs if row is not None])
+        mx.eval(self._inputs, [member.logprobs for member in self.members])
         return ids(self._inputs)
-
-    @property
-    def emitting(self) -> list[bool]:
-        """Of each member, whether its next token is to be emitted; not if it is the last one of
-        the prompt.
-        """
-        return [row is not None for row in self._logprobs]
 
     def possible(self, tokens: Iterable[int]) -> list[int]:
         """The tokens up to the first outside the model's vocabulary, as those of a prompt may
         be.
         """
-        vocabulary = next((row.shape[-1] for row in self._logprobs if row is not None), 0)
+        rows = (member.logprobs for member in self.members)
+        vocabulary = next((row.shape[-1] for row in rows if row is not None), 0)
         return list(takewhile(range(vocabulary).__contains__, tokens))
-
-    def verify(self, drafts: Drafts, least_forced: int, chunk: Chunk | None = None) -> Decoded:
-        """Compute the next token of each member with those drafted after it, as rows, and accept
-        its drafts: see accept(). A chunk of prompts is computed in the same forward.
-
-        Blocks for all of them are reserved. Emits one token of each member and its accepted ones.
-        """
-        members = self._rows(drafts)
-        counts = [len(rows.tokens) for rows in members]
-        begin_rows(self._layers, counts)
-        inputs = mx.array([token for rows in members for token in rows.tokens], mx.uint32)
-        if chunk:
-            logits = self._logits_with(chunk, inputs, counts)
-        else:
-            self._states.begin(self._before, counts)
-            logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
-            self._before = self._states.last
-        decoded = accept(logits, members, least_forced)
-        if self._before is not None:
-            self._before = self._before[mx.array([rows.row - 1 for rows in members])]
-        commit_rows(self._layers, [rows.kept for rows in members])
-        return self._continue_from(members, decoded)
 
     @property
     def is_rolled_back(self) -> bool:
-        """True if accepted tokens of a member are computed again, by verify_padded()."""
+        """True if accepted tokens of a member are computed again, by verify()."""
         return bool([member for member in self.members if member.rolled_back])
 
-    def verify_padded(self, drafts: Drafts, least_forced: int) -> Decoded:
-        """verify() for caches that have no rows. A member with a state is rolled back where some
-        of its drafts are rejected: its accepted ones are computed again by the next forward.
+    def verify(
+        self, drafts: Drafts, least_forced: int, by_rows: bool, chunk: Chunk | None = None
+    ) -> Decoded:
+        """Compute the next token of each member with those drafted after it, and accept its drafts:
+        see accept(). With `by_rows` a chunk of prompts is computed in the same forward; otherwise a
+        member with a state is rolled back where some of its drafts are rejected: its accepted ones
+        are computed again by the next forward.
+
+        Blocks for all of them are reserved. Emits one token of each member and its accepted ones.
+        Waits for the step in flight.
         """
-        members = self._rows(drafts)
-        tokens = [rows.tokens for rows in members]
-        pending = PendingTokens(self.model, self._layers, tokens, self._before)
-        for rows in members:
-            rows.member.computed += rows.again
+        members: list[Rows] = []
+        start = 0
+        for member, token in zip(self.members, self.known(), strict=True):
+            computed, again = member.computed, member.rolled_back
+            tokens = member.tokens[computed : computed + again]
+            tokens += [token, *drafts.get(member, ())]
+            members.append(Rows(member, tokens, start, kept=again))
+            start += len(tokens)
+            member.computed += again
+        pending = (
+            PendingRows(
+                self._layers, [rows.tokens for rows in members], partial(self._logits_with, chunk)
+            )
+            if by_rows
+            else PendingTokens(
+                self.model, self._layers, [rows.tokens for rows in members], self._before
+            )
+        )
         decoded = accept(pending.logits, members, least_forced)
         held = pending.accept([rows.kept for rows in members])
         self._before = pending.before
         for rows, count in zip(members, held, strict=True):
             rows.member.rolled_back = rows.kept - count
             rows.member.computed -= rows.member.rolled_back
-        return self._continue_from(members, decoded)
-
-    def _rows(self, drafts: Drafts) -> list[Rows]:
-        """The rows of a verification. Waits for the step in flight."""
-        found: list[Rows] = []
-        start = 0
-        for member, token, logprobs, buffer in zip(
-            self.members, self.known(), self._logprobs, self._contexts, strict=True
-        ):
-            computed, again = member.computed, member.rolled_back
-            tokens = member.tokens[computed : computed + again]
-            tokens += [token, *drafts.get(member, ())]
-            found.append(Rows(member, tokens, logprobs, buffer, start, again, kept=again))
-            start += len(tokens)
-        return found
-
-    def _continue_from(self, members: Collection[Rows], decoded: Decoded) -> Decoded:
         self._inputs = mx.array([rows.following for rows in members], mx.uint32)
-        self._logprobs = [rows.logprobs for rows in members]
         return decoded
 
 
@@ -449,15 +421,12 @@ class DecodeSteps:
         if not drafts and not batch.is_rolled_back:
             return batch.run(chunk)
         found = {member: list(draft.tokens) for member, draft in drafts.items()}
-        verify = (
-            partial(batch.verify, chunk=chunk)
-            if self._caches.capabilities.verifies == "rows"
-            else batch.verify_padded
-        )
         # Next to other members, and in batches that are not ragged, a forced run may stay without a
         # pass, so that its tokens are drafted like any others.
         appends = len(batch) == 1 and self._caches.ragged
-        decoded = verify(found, self._least_forced(batch) if appends else NEVER)
+        least_forced = self._least_forced(batch) if appends else NEVER
+        by_rows = self._caches.capabilities.verifies == "rows"
+        decoded = batch.verify(found, least_forced, by_rows, chunk)
         self.counts["verifications"] += 1
         for member, draft in drafts.items():
             if member.drafter is not None:
@@ -532,10 +501,7 @@ class DecodeSteps:
         # Nothing is drafted after the last token of a prompt: its drafter has seen that token.
         for member in batch.members:
             self.start(member)
-        drafters = [
-            member.drafter if emits else None
-            for member, emits in zip(batch.members, batch.emitting, strict=True)
-        ]
+        drafters = [None if member.logprobs is None else member.drafter for member in batch.members]
         again = [member.rolled_back for member in batch.members]
         if not drafting.expects(drafters, again):
             return {}

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 from numpy.typing import NDArray
 
@@ -59,23 +58,19 @@ class Drawn:
 
 
 # draw(), or a group's way to have one process draw for all.
-Draw: TypeAlias = Callable[[mx.array, mx.array, list[Sequence], list[TokenBuffer | None]], Drawn]
+Draw: TypeAlias = Callable[[mx.array, mx.array, list[Sequence]], Drawn]
 
 
-def draw(
-    logits: mx.array, inputs: mx.array, members: Row[Sequence], buffers: Row[TokenBuffer | None]
-) -> Drawn:
+def draw(logits: mx.array, inputs: mx.array, members: Row[Sequence]) -> Drawn:
     """Draw a token for each member from logits [members, vocabulary], computed from its next token
     in `inputs` [members].
-
-    `buffers` hold the tokens before those, of members with processors.
     """
     if not [member for member in members if not member.is_greedy]:
         logprobs = logprobs_of(logits)
         return Drawn(mx.array(greedy_sampler(logprobs), mx.uint32), logprobs, [], {}, {})
     contexts: list[mx.array] = []
     failed: dict[Sequence, Exception] = {}
-    logits = _process(logits, inputs, members, buffers, contexts, failed)
+    logits = _process(logits, inputs, members, contexts, failed)
     logits, forced = _hold(logits, inputs, members, contexts, failed)
     logprobs = logprobs_of(logits)
     return Drawn(_sample(logprobs, members, failed), logprobs, contexts, failed, forced)
@@ -90,17 +85,16 @@ def _process(
     logits: mx.array,
     inputs: mx.array,
     members: Row[Sequence],
-    buffers: Row[TokenBuffer | None],
     contexts: list[mx.array],
     failed: dict[Sequence, Exception],
 ) -> mx.array:
-    if all(buffer is None for buffer in buffers):
+    if all(member.buffer is None for member in members):
         return logits
     rows = [logits[i : i + 1] for i in range(len(members))]
-    for i, (member, buffer) in enumerate(zip(members, buffers, strict=True)):
-        if buffer is None:
+    for i, member in enumerate(members):
+        if member.buffer is None:
             continue
-        context = buffer.update_and_fetch(inputs[i : i + 1])
+        context = member.buffer.update_and_fetch(inputs[i : i + 1])
         contexts.append(context)
         try:
             for processor in member.request.processors:

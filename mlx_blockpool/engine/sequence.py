@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..config import EngineConfig
@@ -45,8 +46,9 @@ class Sequence:
     prefix:    the cached beginning of `tokens` that was found last; lookups continue from its end.
     hidden:    the model's hidden state [1, 1, dim] at its last computed token, which a prediction
                head reads; None: not known.
-    logprobs:  of tokens[-1] where that was drawn and not emitted yet; without numbers where another
-               process has drawn it.
+    logprobs:  that its next token was drawn from, where that is not emitted yet; without numbers
+               where another process has drawn it.
+    buffer:    in a batch the tokens before its next one, for its processors.
     policy:    its retention: how long, and for whom, what it computes stays cached.
     agreed:    how many of `tokens` the ranks of a group have agreed to read from disk before it
                starts; None: they did not vote.
@@ -69,6 +71,7 @@ class Sequence:
         self.prefix: PrefixRef | None = None
         self.hidden: mx.array | None = None
         self.logprobs: mx.array | None = None
+        self.buffer: TokenBuffer | None = None
         self.agreed: int | None = None
         self.breakpoints = {
             min(position, self.prefill_end): kind

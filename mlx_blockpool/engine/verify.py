@@ -13,7 +13,6 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-from mlx_lm.models.cache import TokenBuffer
 
 from .sampling import Drawn, Forced, draw, ids, logprobs_of
 from .sequence import Sequence
@@ -30,21 +29,16 @@ class Rows:
     """The rows of one member of a verification forward.
 
     tokens:     those that are computed again, its next token, and those that are drafted after it.
-    logprobs:   that the next token was drawn from; None where it is not to be emitted.
-    buffer:     the tokens before it, where the member has processors.
     start:      the first of its rows among those of all members.
-    again:      how many of its tokens were accepted before and rolled back.
-    kept:       how many of its rows were accepted, and are computed; at least `again`.
+    kept:       how many of its rows were accepted, and are computed; at least those that were
+                rolled back.
     following:  what was drawn from the last of them.
     """
 
     member: Sequence
     tokens: list[int]
-    logprobs: mx.array | None
-    buffer: TokenBuffer | None
     start: int
-    again: int = 0
-    kept: int = 0
+    kept: int
     following: int = -1
 
     @property
@@ -75,8 +69,8 @@ def accept(logits: mx.array, members: Row[Rows], least_forced: int) -> Decoded:
     drafted.
 
     After a row on which a form forces `least_forced` tokens no draft is accepted: they are appended
-    without a draw. In the end all that was drawn is evaluated, and `kept`, `following` and
-    `logprobs` of each member are those of the next step.
+    without a draw. In the end all that was drawn is evaluated, and `kept` and `following` of each
+    member, and its logprobs, are those of the next step.
     """
     decoded = Decoded()
     greedy = [rows for rows in members if rows.member.is_greedy]
@@ -94,8 +88,10 @@ def accept(logits: mx.array, members: Row[Rows], least_forced: int) -> Decoded:
             if _take(rows, token, logprobs, decoded)
             and len(drawn.forced.get(rows.member, ())) < least_forced
         ]
-    decoded.accepted = {rows.member: rows.kept - rows.again - 1 for rows in members}
-    mx.eval([rows.logprobs for rows in members], [logprobs for _, _, logprobs in decoded.emitted])
+    decoded.accepted = {rows.member: rows.kept - rows.member.rolled_back - 1 for rows in members}
+    mx.eval(
+        [rows.member.logprobs for rows in members], [logprobs for _, _, logprobs in decoded.emitted]
+    )
     return decoded
 
 
@@ -112,7 +108,7 @@ def _draw_next(logits: mx.array, members: Row[Rows]) -> Drawn:
     """A draw from the next row of each member, evaluated."""
     inputs = mx.array([rows.tokens[rows.kept] for rows in members], mx.uint32)
     own = logits[mx.array([rows.row for rows in members])]
-    drawn = draw(own, inputs, [rows.member for rows in members], [rows.buffer for rows in members])
+    drawn = draw(own, inputs, [rows.member for rows in members])
     mx.eval(drawn.tokens, drawn.logprobs, drawn.contexts)
     return drawn
 
@@ -122,12 +118,10 @@ def _take(rows: Rows, following: int, logprobs: mx.array, decoded: Decoded) -> b
 
     Returns whether `following`, drawn from it, is what was drafted.
     """
-    token = rows.tokens[rows.kept]
-    rows.member.compute(token)
-    if rows.logprobs is not None and rows.member not in decoded.failed:
-        decoded.emitted.append((rows.member, token, rows.logprobs))
+    member, token = rows.member, rows.tokens[rows.kept]
+    member.compute(token)
+    if member.logprobs is not None and member not in decoded.failed:
+        decoded.emitted.append((member, token, member.logprobs))
     rows.kept += 1
-    rows.following, rows.logprobs = following, logprobs
-    return rows.member not in decoded.failed and rows.tokens[rows.kept : rows.kept + 1] == [
-        following
-    ]
+    rows.following, member.logprobs = following, logprobs
+    return member not in decoded.failed and rows.tokens[rows.kept : rows.kept + 1] == [following]

@@ -26,8 +26,8 @@ from ..spec import FullLayer
 from .arena import KVArena
 from .decode_policy import device
 from .layer_caches import PooledLayer
-from .pending_tokens import PendingTokens
-from .prompt_cache import batch_of, begin_rows, commit_rows, leaves_of, make_prompt_cache, member_of
+from .pending_tokens import PendingRows, PendingTokens
+from .prompt_cache import batch_of, leaves_of, make_prompt_cache, member_of
 from .scratch import append, pipelined
 
 K = TypeVar("K")
@@ -267,15 +267,15 @@ class Scratch:
         """A decode step of `members`, encoded before the result of the previous one is read, as
         the engine does.
         """
-        inputs, *following = [self._tokens(members, 1) for _ in range(STEPS + 1)]
+        inputs, *following = [self._tokens(members, 1)[:, 0] for _ in range(STEPS + 1)]
         mx.eval(inputs, following)
         with self._batch(members) as batch:
 
             def step() -> tuple[mx.array, mx.array]:
                 nonlocal inputs
-                drawn, logprobs = self._forward(inputs, batch)
+                drawn, logprobs = _drawn(self._logits(inputs, batch))
                 # The next step waits for the draw, as if it computed that.
-                inputs = mx.where(drawn[:, None] < 0, drawn[:, None], following.pop())
+                inputs = mx.where(drawn < 0, drawn, following.pop())
                 return inputs, logprobs
 
             with Stopwatch(overlaps=True) as watch:
@@ -293,19 +293,16 @@ class Scratch:
         counts = [rows // members + (i < rows % members) for i in range(members)]
         if not self._by_rows and members > 1 and counts[-1] > 1:
             counts[0], counts[-1] = counts[0] + 1, counts[-1] - 1
-        tokens = self._tokens(rows, 1)
-        mx.eval(tokens)
+        drawn = iter(map(int, np.array(self._tokens(rows, 1)[:, 0])))
+        given = [list(islice(drawn, count)) for count in counts]
         with self._batch(members) as batch, Stopwatch() as watch:
-            if self._by_rows:
-                begin_rows(batch, counts)
-                mx.eval(self._forward(tokens, batch))
-                commit_rows(batch, [1] * members)
-            else:
-                own = map(int, np.array(tokens[:, 0]))
-                given = [list(islice(own, count)) for count in counts]
-                pending = PendingTokens(self._model, batch, given)
-                mx.eval(_drawn(pending.logits))
-                pending.accept([1] * members)
+            pending = (
+                PendingRows(batch, given, lambda inputs, _: (self._logits(inputs, batch), None))
+                if self._by_rows
+                else PendingTokens(self._model, batch, given)
+            )
+            mx.eval(_drawn(pending.logits))
+            pending.accept([1] * members)
         return watch.seconds
 
     def _fork(self) -> list[Any]:
@@ -314,9 +311,10 @@ class Scratch:
         mx.eval(self._model(self._tokens(1, 1), cache=caches))
         return caches
 
-    def _forward(self, inputs: mx.array, batch: list[Any]) -> tuple[mx.array, mx.array]:
-        """Tokens [rows] drawn after inputs [rows, 1], and logprobs [rows, vocabulary]."""
-        return _drawn(self._model(inputs, cache=batch)[:, -1, :])
+    def _logits(self, inputs: mx.array, batch: list[Any]) -> mx.array:
+        """[rows, vocabulary] after inputs [rows]."""
+        logits: mx.array = self._model(inputs[:, None], cache=batch)[:, -1, :]
+        return logits
 
     def _tokens(self, rows: int, count: int) -> mx.array:
         return mx.array(

@@ -1,7 +1,7 @@
-"""PendingTokens: verification of several next tokens of each sequence in one forward, for models
-whose caches cannot verify rows of a batch: states and chunks.
+"""PendingRows, PendingTokens: verification of several next tokens of each sequence in one forward,
+the latter for models whose caches cannot verify rows of a batch: states and chunks.
 
-The tokens go through the model as chunks of prompts do, [sequences, tokens], shorter ones padded
+Their tokens go through the model as chunks of prompts do, [sequences, tokens], shorter ones padded
 on the right. Layers in blocks are trimmed by the rejected tokens. A state holds no tokens: each
 forward replaces its arrays, so a sequence with rejected tokens is rolled back to before the
 forward. Its accepted tokens are computed again by the next one, with what is drafted next. (A
@@ -11,7 +11,8 @@ requests and draws nothing. Owned by the generation thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ from .batch_cache import PooledBatchCache
 from .layer_caches import PooledLayer
 from .other_caches import PooledArraysCache, StateBatch
 from .prediction_head import states_of
-from .prompt_cache import leaves_of
+from .prompt_cache import begin_rows, commit_rows, leaves_of
 from .quantised import concatenated
 
 
@@ -174,6 +175,33 @@ class PendingTokens:
         mx.eval([leaf.sequence.arena.arrays() for own in self._in_blocks for leaf in own[:1]])
         mx.eval([state.cache for state, _ in self._states], self.before)
         return held
+
+
+class PendingRows:
+    """PendingTokens of a ragged batch that computes them by rows. Caches hold what is kept.
+
+    forward: computes the rows of inputs [rows], counts[i] of sequence i. Returns their logits and,
+    of a model with a head, their hidden states.
+    """
+
+    def __init__(
+        self,
+        layers: list[Any],
+        tokens: Sequence[list[int]],
+        forward: Callable[[mx.array, list[int]], tuple[mx.array, mx.array | None]],
+    ) -> None:
+        self._layers, self._counts = layers, [len(own) for own in tokens]
+        begin_rows(layers, self._counts)
+        inputs = mx.array([token for own in tokens for token in own], mx.uint32)
+        self.logits, self.before = forward(inputs, self._counts)
+
+    def accept(self, kept: Sequence[int]) -> Sequence[int]:
+        mx.eval(self.logits)
+        if self.before is not None:
+            ends = zip(accumulate(self._counts, initial=-1), kept, strict=False)
+            self.before = self.before[mx.array([start + count for start, count in ends])]
+        commit_rows(self._layers, kept)
+        return kept
 
 
 def _chosen(is_held: mx.array, after: mx.array, before: mx.array | None) -> mx.array | None:

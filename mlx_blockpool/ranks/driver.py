@@ -26,7 +26,6 @@ from zlib import crc32
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
-from mlx_lm.models.cache import TokenBuffer
 
 from ..config import EngineConfig, RankConfig
 from ..engine.caches import PooledCaches
@@ -257,13 +256,7 @@ class GroupDriver:
                 raise GroupLostError(None, f"{type(error).__name__}: {error}") from error
             raise
 
-    def _draw(
-        self,
-        logits: mx.array,
-        inputs: mx.array,
-        members: list[Sequence],
-        buffers: list[TokenBuffer | None],
-    ) -> Drawn:
+    def _draw(self, logits: mx.array, inputs: mx.array, members: list[Sequence]) -> Drawn:
         """The tokens that rank 0 draws, on all ranks.
 
         Errors and forced runs wait for the next exchange.
@@ -271,7 +264,7 @@ class GroupDriver:
         count = len(members)
         if self.ranks.rank:
             return Drawn(self.ranks.draw(None, count, logits), mx.zeros((count, 0)), [], {}, {})
-        drawn = draw(logits, inputs, members, buffers)
+        drawn = draw(logits, inputs, members)
         for sequence, error in drawn.failed.items():
             self._errors.setdefault(sequence.uid, error)
         least = self.engine.config.forced_tokens
