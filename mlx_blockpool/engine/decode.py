@@ -240,7 +240,7 @@ class DecodeBatch:
         mx.async_eval(  # type: ignore[no-untyped-call]
             self._inputs, following, drawn.contexts, self._before
         )
-        mx.eval(inputs, [row for row in logprobs if row is not None])
+        mx.eval(inputs, logprobs)
         decoded = Decoded(failed=drawn.failed, forced=drawn.forced)
         for member, token, row, drawn_from in zip(
             self.members, ids(inputs), logprobs, following, strict=True
@@ -412,7 +412,7 @@ class DecodeSteps:
         """One step of the batch: its run(), or its verify() where drafts pay; with a chunk of
         prompts where the model mixes them.
         """
-        if len(batch) > 1 and self._caches.capabilities.verifies == "alone":
+        if self._caches.capabilities.verifies == "alone" and len(batch) > 1:
             # A verification computes one number of tokens for all members: nothing is drafted here,
             # as a forward for each number would take about as long as one for all.
             batch.compute_rolled_back()
