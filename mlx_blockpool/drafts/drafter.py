@@ -41,12 +41,10 @@ class Drafter:
         self.is_indexing = True
         self.head: HeadSource | None = None
         self.sources: list[TextDraftSource] = []
-        self._indexes: list[SuffixIndex] = []
         self.add_text("context", self.text)
 
     def add_text(self, name: str, index: SuffixIndex, place: int = -1) -> None:
         """Add a source that follows a text, from `place` on if that is known to come next."""
-        self._indexes.append(index)
         self.sources.append(TextDraftSource(name, index, self.text, self._acceptance(name), place))
 
     def add_head(self) -> None:
@@ -59,13 +57,8 @@ class Drafter:
         It goes before equal guesses.
         """
         self._prediction = prediction
-        self._indexes.append(prediction.text)
-        self.sources.insert(
-            0,
-            TextDraftSource(
-                PREDICTION, prediction.text, self.text, self._acceptance(PREDICTION), place=0
-            ),
-        )
+        self.add_text(PREDICTION, prediction.text, place=0)
+        self.sources.insert(0, self.sources.pop())
 
     def _acceptance(self, name: str) -> AcceptanceRates:
         found = AcceptanceRates(self._priors.get(name))
@@ -75,8 +68,8 @@ class Drafter:
     def catch_up(self, at_most: int) -> int:
         """Index up to `at_most` more tokens of its texts. Returns how many."""
         left = at_most
-        for index in self._indexes:
-            left -= index.catch_up(left)
+        for source in self.sources:
+            left -= source.index.catch_up(left)
         self.is_indexing = left == 0
         return at_most - left
 

@@ -7,6 +7,8 @@ by the generation thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 from .acceptance import BUCKETS, AcceptanceRates
 from .draft import NOTHING, Draft
@@ -35,11 +37,7 @@ class HeadSource:
 
     def outlook(self, at_most: int) -> list[float]:
         """The chances of the next guesses, each that it and all before it are right."""
-        chance, found = 1.0, list[float]()
-        for depth in range(at_most):
-            chance *= self.acceptance.chance(depth)
-            found.append(chance)
-        return found
+        return list(accumulate(map(self.acceptance.chance, range(at_most)), mul))
 
     def propose(self, next_token: int, guessed: Sequence[int]) -> None:
         """Take what the head has guessed after `next_token`, which is not emitted yet."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache
 
-from ..mlx_lm_compat import BaseCache, saved_as
+from ..mlx_lm_compat import saved_as
 from ..spec import ChunkLayer, Form
 from .layer_caches import PooledKVCache
 from .quantised import Quantised, Rows, View, arrays_of, as_rows, tokens
@@ -73,9 +73,10 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
 
 @saved_as(KVCache)
 class UnusedKVCache(KVCache):  # type: ignore[misc]
-    """Stands in for a cache that mlx-lm makes for a layer without attention.
+    """Stands in for a cache that mlx-lm makes for a layer without attention, and for a batch of
+    such caches.
 
-    It stays empty, alone and in a batch.
+    It stays empty.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnusedKVCache:
@@ -85,14 +86,10 @@ class UnusedKVCache(KVCache):  # type: ignore[misc]
         return KVCache, ()
 
     @classmethod
-    def merge(cls, caches: list[Any]) -> UnusedBatch:
-        return UnusedBatch()
+    def merge(cls, caches: list[Any]) -> UnusedKVCache:
+        return UnusedKVCache()
 
     join = merge
-
-
-class UnusedBatch(BaseCache):  # type: ignore[misc]
-    """A batch of UnusedKVCaches."""
 
     def extract(self, idx: int) -> UnusedKVCache:
         return UnusedKVCache()
@@ -103,20 +100,6 @@ class UnusedBatch(BaseCache):  # type: ignore[misc]
         """A batch of empty caches has no rows, and nothing to pad."""
 
     extend = prepare = finalize = filter
-
-    def make_mask(self, *args: Any, **_: Any) -> Any:
-        return "causal" if args and args[0] > 1 else None
-
-    @property
-    def state(self) -> list[mx.array]:
-        return []
-
-    def empty(self) -> bool:
-        return True
-
-    @property
-    def nbytes(self) -> int:
-        return 0
 
 
 @saved_as(QuantizedKVCache)
