@@ -146,14 +146,17 @@ def _bind(model: Any, spec: ModelCacheSpec, adapters: Sequence[AttentionAdapter]
     return bind(model, adapters or (), by_member=adapters is None, writes=writes_of(spec))
 
 
+def _new_caches(model: Any, arena: KVArena, count: int) -> list[Any]:
+    """Pooled caches of one sequence, or of several side by side."""
+    caches = [make_prompt_cache(model, arena) for _ in range(count)]
+    return batch_of(caches) if count > 1 else caches[0]
+
+
 def _computed(
     model: Any, arena: KVArena, prompts: Sequence[list[int]]
 ) -> tuple[list[Any], mx.array]:
-    """Pooled caches of prompts that are computed in one forward, side by side if there are several,
-    and its logits.
-    """
-    caches = [make_prompt_cache(model, arena) for _ in prompts]
-    layers = batch_of(caches) if len(caches) > 1 else caches[0]
+    """Pooled caches of prompts that are computed in one forward, and its logits."""
+    layers = _new_caches(model, arena, len(prompts))
     logits = padded_forward(model, prompts, layers)
     mx.eval(logits)
     return layers, logits
@@ -383,7 +386,8 @@ class _Trials:
                     raise
         if not takes_back(self.spec):
             return None, False
-        if found.ragged and found.pads_states and self._agrees_rolled_back(PROMPTS):
+        pads = found.pads_states or not arena.state_leaves
+        if found.ragged and pads and self._agrees_rolled_back(PROMPTS):
             return "padded", False
         return "alone" if self._agrees_rolled_back(PROMPTS[:1]) else None, False
 
@@ -394,7 +398,7 @@ class _Trials:
         model, prompt = self.model, [[token] for token in (*prompts[0], *FIRST)]
 
         def by_rows() -> mx.array:
-            batch = batch_of(make_prompt_cache(model, self.arena) for _ in prompts)
+            batch = _new_caches(model, self.arena, len(prompts))
             chunk = batch_of([make_prompt_cache(model, self.arena)])
             # What follows the kept rows of each is rejected; then the last kept rows are compared.
             wrong = ([8, 9], [6])
@@ -427,19 +431,20 @@ class _Trials:
         """
 
         def rolled_back() -> mx.array:
-            model, more = self.model, len(prompts) - 1
+            model, kept = self.model, [FIRST for _ in prompts]
             if self.arena.state_leaves:
-                (layers, _), kept = _computed(model, self.arena, prompts), FIRST
+                layers, _ = _computed(model, self.arena, prompts)
             else:
-                layers, kept = make_prompt_cache(model, self.arena), [*prompts[0], *FIRST]
+                layers = _new_caches(model, self.arena, len(prompts))
+                kept = [[*own, *FIRST] for own in prompts]
             # Of the first sequence some tokens are rejected, and all of the second are kept.
-            pending = PendingTokens(model, layers, [[*kept, 8, 9], *[FIRST] * more])
-            held = pending.accept([len(kept), *[1] * more])
+            pending = PendingTokens(model, layers, [[*kept[0], 8, 9], *kept[1:]])
+            held = pending.accept([*map(len, kept)])
             # The rows of the first that are computed again come before its next one.
-            again = kept[held[0] :]
-            tokens = [[*again, *SECOND, 7], *[SECOND] * more]
+            again = kept[0][held[0] :]
+            tokens = [[*again, *SECOND, 7], *[SECOND for _ in kept[1:]]]
             logits = PendingTokens(model, layers, tokens).logits
-            return logits[mx.array([len(again), *[len(tokens[0])] * more])]
+            return logits[mx.array([len(again), len(tokens[0])][: len(prompts)])]
 
         return self.differs(rolled_back, prompts) is None
 
