@@ -8,7 +8,6 @@ slab instead of going in place.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,9 +49,8 @@ class KVArena:
     ) -> None:
         config = config or PoolConfig()
         self.state_bytes = state_share(spec, pool_bytes, config)
-        self._running_bytes = 0
-        # Bytes that finalizers released and that are not subtracted yet.
-        self._returned_states: deque[int] = deque()
+        # Those that live, which are SequenceBlocks.
+        self.sequences: weakref.WeakSet[Any] = weakref.WeakSet()
         growth = spec.state_growth * BLOCK_TOKENS
         fits = (self.state_bytes - spec.fixed_bytes_per_agent()) // growth if growth else UNBOUNDED
         self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config, fits * BLOCK_TOKENS)
@@ -91,18 +89,8 @@ class KVArena:
 
     @property
     def running_bytes(self) -> int:
-        """Bytes that the states of running sequences are counted with. Generation thread only."""
-        while self._returned_states:
-            self._running_bytes -= self._returned_states.popleft()
-        return self._running_bytes
-
-    def count_states(self, change: int) -> None:
-        """Count running sequences with this many bytes more. Generation thread only."""
-        self._running_bytes += change
-
-    def release_states_deferred(self, n_bytes: int) -> None:
-        """count_states() the other way, for any thread and for finalizers."""
-        self._returned_states.append(n_bytes)
+        """Bytes that the states of running sequences are counted with."""
+        return sum(sequence.state_bytes for sequence in self.sequences)
 
     def forget_steps(self) -> None:
         """Let the next step of each group be worked out anew."""

@@ -51,27 +51,14 @@ def attend_quantised(
     sinks: mx.array | None,
 ) -> mx.array:
     """Attention of queries [1, heads, n, key_dim] to quantised runs: of one token in place, of
-    several by heads.
-    """
-    if queries.shape[2] == 1:
-        # A token sees all before it.
-        return attend_runs(queries, views, scale, sinks, None if isinstance(mask, str) else mask)
-    return attend_by_heads(queries, views, scale, mask, sinks)
-
-
-def attend_by_heads(
-    queries: mx.array,
-    views: Sequence[tuple[Rows, Rows]],
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attention of queries [1, heads, n, key_dim] to quantised runs by mlx's own kernel, whose
-    masks and sums it has.
+    several by mlx's own kernel, whose masks and sums it has.
 
     As many kv heads are dequantised at a time as PIECE_BYTES hold, and evaluated before the next
     ones, which mlx would else dequantise ahead.
     """
+    if queries.shape[2] == 1:
+        # A token sees all before it.
+        return attend_runs(queries, views, scale, sinks, None if isinstance(mask, str) else mask)
     kv_heads, dims = views[0][0].shape[1], [rows.shape[-1] for rows in views[0]]
     head_bytes = sum(keys.shape[2] for keys, _ in views) * sum(dims) * queries.itemsize
     step = max(1, PIECE_BYTES // head_bytes)

@@ -29,8 +29,10 @@ class SequenceBlocks:
     """Block tables of one sequence, one for each layer group.
 
     Where a step reads and writes is computed by the first layer of a group and remembered for the
-    others. `released_by`: what released the blocks, after which every use raises
-    ReleasedCacheError.
+    others.
+
+    state_bytes: what its states count with. released_by: what released the blocks, after which
+    every use raises ReleasedCacheError.
     """
 
     tables: list[BlockTable]
@@ -45,6 +47,7 @@ class SequenceBlocks:
         )
         self.state_bytes = 0
         self.released_by: str | None = None
+        arena.sequences.add(self)
         # Forks of what is in the blocks now; and of this one, if it is such a fork: the last leaf
         # that has a cache in it, and whether it is as it was made.
         self._forks: list[weakref.ref[SequenceBlocks]] = []
@@ -59,9 +62,6 @@ class SequenceBlocks:
         if getattr(self, "released_by", "") is None:
             for table in self.tables:
                 self.pool.release_deferred(table)
-        if getattr(self, "state_bytes", 0):
-            # Finalizers run on any thread.
-            self.arena.release_states_deferred(self.state_bytes)
 
     def __getattr__(self, name: str) -> Any:
         # A released sequence has no tables. An attribute that is there does not come here, so that
@@ -75,7 +75,7 @@ class SequenceBlocks:
         copies that block.
         """
         copy = SequenceBlocks(self.arena, [self.pool.fork(table) for table in self.tables])
-        copy.count_states(self.state_bytes)
+        copy.state_bytes = self.state_bytes
         return copy
 
     def fork_for(self, leaf: int) -> SequenceBlocks:
@@ -133,11 +133,6 @@ class SequenceBlocks:
         self._forks.clear()
         self._is_new = False
 
-    def count_states(self, n_bytes: int) -> None:
-        """Count its states with this many bytes from now on."""
-        self.arena.count_states(n_bytes - self.state_bytes)
-        self.state_bytes = n_bytes
-
     def release(self, released_by: str = "release()") -> None:
         """Release all blocks now.
 
@@ -151,7 +146,7 @@ class SequenceBlocks:
         for table in self.tables:
             self.pool.release(table)
         self.arena.settle()
-        self.count_states(0)
+        self.state_bytes = 0
         self.released_by = released_by
         del self.tables
 

@@ -189,7 +189,7 @@ class Admission:
         needed = self.arena.spec.state_bytes(tokens)
         if needed > sequence.state_bytes:
             self.ensure_states(needed - sequence.state_bytes)
-            sequence.count_states(needed)
+            sequence.state_bytes = needed
 
     def admit(self, sequence: SequenceBlocks, hit: int, prompt: int, total: int) -> None:
         """Reserve blocks for `total` tokens of which `hit` are held; the prompt's blocks are taken
@@ -199,7 +199,7 @@ class Admission:
         """
         states = self.arena.spec.state_bytes(total)
         self.ensure_states(states)
-        sequence.count_states(states)
+        sequence.state_bytes = states
         one_run = not self.arena.capabilities.ragged
         counts = []
         for table in sequence.tables:

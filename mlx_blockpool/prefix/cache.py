@@ -331,7 +331,7 @@ class PrefixCache:
         Where its sequence ends, its states replace those of the sequence.
         """
         if not continues:
-            sequence.count_states(0)
+            sequence.state_bytes = 0
         states = self.arena.spec.state_bytes(count)
         if states and not self.admission.evict_states_for(states):
             return False

@@ -21,9 +21,9 @@ from mlx_blockpool.config import EngineConfig, RankConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.sequence import Sequence
-from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.pool import BlockPool
 from mlx_blockpool.kv.prompt_cache import sequence_of
+from mlx_blockpool.kv.sequence import SequenceBlocks
 from mlx_blockpool.prefix.eviction import eviction_order
 from mlx_blockpool.ranks.driver import GroupDriver
 from mlx_blockpool.ranks.facts import Unload, read, write
@@ -182,7 +182,7 @@ def no_blocks_from_collected_cycles() -> Iterator[None]:
     """The collector runs at other times on each rank: what it gave back would make them differ."""
     collecting: set[int] = set()
     found: list[str] = []
-    release, release_states = BlockPool.release_deferred, KVArena.release_states_deferred
+    release, end = BlockPool.release_deferred, SequenceBlocks.__del__
 
     def watch(phase: str, _: Any) -> None:
         (collecting.add if phase == "start" else collecting.discard)(threading.get_ident())
@@ -195,9 +195,10 @@ def no_blocks_from_collected_cycles() -> Iterator[None]:
         )
         release(pool, table)
 
-    def release_states_deferred(arena: KVArena, n_bytes: int) -> None:
-        found.extend([f"{n_bytes} bytes of states"] if threading.get_ident() in collecting else [])
-        release_states(arena, n_bytes)
+    def end_sequence(blocks: SequenceBlocks) -> None:
+        if threading.get_ident() in collecting and blocks.state_bytes:
+            found.append(f"{blocks.state_bytes} bytes of states")
+        end(blocks)
 
     # What others have left.
     gc.collect()
@@ -205,7 +206,7 @@ def no_blocks_from_collected_cycles() -> Iterator[None]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BlockPool, "release_deferred", release_deferred)
-            patch.setattr(KVArena, "release_states_deferred", release_states_deferred)
+            patch.setattr(SequenceBlocks, "__del__", end_sequence)
             yield
     finally:
         gc.callbacks.remove(watch)

@@ -13,7 +13,6 @@ from thorough import only
 from mlx_blockpool.kv import attention
 from mlx_blockpool.kv.attach import scaled_dot_product_attention
 from mlx_blockpool.kv.attention import (
-    attend_by_heads,
     attend_cluster,
     attend_quantised,
     attend_runs,
@@ -161,7 +160,7 @@ def test_several_tokens_attend_as_to_the_rows_that_the_model_computed(
     sinks = random(HEADS, dtype=dtype, seed=9)
     for views in ([view], cut(view, 256)):
         for sink in (None, sinks):
-            found = attend_by_heads(queries, views, 0.25, mask, sink)
+            found = attend_quantised(queries, views, 0.25, mask, sink)
             assert mx.array_equal(found, expected(queries, view, 0.25, mask, sink)).item()
 
 
@@ -198,7 +197,7 @@ def test_the_peak_of_a_chunk_is_bounded(dtype: mx.Dtype, monkeypatch: pytest.Mon
     mx.eval(view, queries, rows)
     peaks = [
         peak(lambda: expected(queries, rows, 0.25)),
-        peak(lambda: attend_by_heads(queries, [view], 0.25, "causal", None)),
+        peak(lambda: attend_quantised(queries, [view], 0.25, "causal", None)),
     ]
     all_heads = sum(r.nbytes for r in rows)
     assert peaks[1] <= peaks[0] + 2 * attention.PIECE_BYTES < all_heads, (
