@@ -231,8 +231,20 @@ class _LocalServer:
             return None
         return self._server.get("/v1/models", 30.0) or {}
 
+    def _need_model(self) -> None:
+        """Raises BlockpoolError if the server that would be started has no model."""
+        from ..server.options import parse
+
+        if parse(self.command[4:]).model is None:
+            raise BlockpoolError(
+                f"No server runs at {self._url}, and one that is started needs a model. Give "
+                '--model NAME (demo is bundled), or write model = "NAME" into '
+                f"{user_config_folder() / 'config.toml'}."
+            )
+
     def lines(self) -> list[str]:
-        """Shell commands that start it and wait until it runs."""
+        """Shell commands that start it and wait until it runs. Raises BlockpoolError."""
+        self._need_model()
         log, health = shlex.quote(str(self.log)), shlex.quote(f"{self._url}/health")
         return [
             f"mkdir -p {shlex.quote(str(self.log.parent))}",
@@ -251,6 +263,7 @@ class _LocalServer:
             raise BlockpoolError(
                 f"No server runs at {self._url}. Start it there, or leave out --url."
             )
+        self._need_model()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             process = subprocess.Popen(
@@ -265,13 +278,7 @@ class _LocalServer:
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until and process.poll() is None:
             if (found := self.models()) is not None:
-                if any(model["id"] == MODEL for model in found.get("data", ())):
-                    return found
-                process.terminate()
-                raise BlockpoolError(
-                    "The server has no model and was stopped. Give --model NAME (demo is bundled), "
-                    f'or write model = "NAME" into {user_config_folder() / "config.toml"}.'
-                )
+                return found
             time.sleep(0.2)
         process.kill()
         last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]

@@ -30,8 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", action="append", help=model)
     memory = (
-        "memory for the model and its agents together, such as 24GB (default: what this machine "
-        "allows)"
+        "memory for the model and its agents together, such as 16GB (default: what this machine "
+        "allows; a Mac leaves about two thirds to its GPU, from 64 GB on three quarters)"
     )
     parser.add_argument("--memory", metavar="SIZE", help=memory)
     context = "tokens of each agent, such as 8192 or 32k (default: %(default)s)"

@@ -22,7 +22,7 @@ STATES = {
     "free": ("green", "free"),
 }
 FULL, EMPTY = "\u2588", "\u2591"
-WIDTH = 100
+WIDTH = 160
 LABEL = 10
 WHY = "why not more"
 # The columns of the tables; those of words are aligned to the left.
@@ -101,7 +101,7 @@ def _title(facts: Report, url: str) -> Text:
         "mlx-blockpool",
         (f"  {', '.join(names) or 'no model loaded'}  {url}  ", "default"),
         (status, "green" if status == "ok" else "bold red"),
-        (f", {facts['health'].get('doing', '')}", "dim"),
+        (f", {doing}" if (doing := facts["health"].get("doing")) else "", "dim"),
         style="bold",
     )
 

@@ -299,8 +299,8 @@ def check_default(model_provider: BlockpoolModelProvider) -> None:
         if catalog.default is not None:
             inspect(catalog.default, catalog, config, args.trust_remote_code)
     except BlockpoolError as error:
-        others = [name for name in (NAME, *catalog.listed()) if name != args.model]
-        near = nearest(args.model, others)
+        wrong = (args.model, args.model.rpartition("/")[2])
+        near = nearest(args.model, (n for n in (NAME, *catalog.listed()) if n not in wrong))
         why = f"{str(error).rstrip('.')}. {near}".rstrip()
         raise BlockpoolError(f"Cannot serve {args.model}: {why}") from error
 

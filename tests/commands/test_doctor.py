@@ -82,13 +82,13 @@ def test_a_whole_examination(port: int, tmp_path: Path, capsys: pytest.CaptureFi
         "store",
         "disk",
         "port",
+        "model",
         "device",
         "wired",
         "steps",
         "kernel",
         "decode",
         "disk",
-        "model",
         "against",
     ]
     assert [finding["about"].split()[0] for finding in report["findings"]] == order

@@ -183,7 +183,7 @@ def test_a_bar_shows_every_state_that_there_is() -> None:
         for line in top_screen.text(FACTS, "http://h").splitlines()
         if line.startswith("blocks")
     ]
-    assert (line.count(top_screen.FULL), line.count(top_screen.EMPTY)) == (21, 19)
+    assert (line.count(top_screen.FULL), line.count(top_screen.EMPTY)) == (50, 50)
 
 
 @pytest.mark.parametrize("height", [8, 12, 16, 24, 50])

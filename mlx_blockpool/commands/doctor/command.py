@@ -70,14 +70,13 @@ def examine(name: str | None, port: int, store_dir: Path | None) -> Iterator[Fin
     if any(finding.state == "problem" for finding in versions):
         yield Finding("device", "note", "Nothing was measured: fix the installation first.")
         return
+    files = [] if name is None else looked_at("model", model.files, name)
+    yield from files
     yield from looked_at("device", device.device)
     yield from looked_at("decode path", device.decode)
     yield from looked_at("disk speed", device.disk, store_dir)
-    if name is not None:
-        files = looked_at("model", model.files, name)
-        yield from files
-        if files[-1].state != "problem":
-            yield from looked_at("against mlx-lm", model.against_stock, name)
+    if files and files[-1].state != "problem":
+        yield from looked_at("against mlx-lm", model.against_stock, name)
 
 
 def line(finding: Finding) -> str:

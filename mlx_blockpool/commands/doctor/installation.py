@@ -105,7 +105,7 @@ def patch_state() -> list[Finding]:
             "patch",
             "problem" if is_broken else "ok",
             f"{words[0]}.",
-            words[-1],
+            words[-1] if is_broken else "",
             {"state": found.state},
         )
     ]

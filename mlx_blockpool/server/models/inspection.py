@@ -78,6 +78,8 @@ def folder_of(model: str, catalog: Catalog, seconds: float) -> Path:
         )
     if not (folder / "config.json").is_file():
         modelfile.check_form(model)
+        if not folder.exists():
+            raise ModelNotFoundError(f"{folder} does not exist.")
         raise ModelNotFoundError(f"{folder} is not the folder of a model: it has no config.json.")
     return folder
 
@@ -116,7 +118,8 @@ def _ask_hub(model: str, seconds: float) -> None:
     thread.join(seconds)
     if failure:
         raise ModelNotFoundError(
-            f"{model} is neither a folder nor a model on the hub. {line_of(failure[0])}."
+            f"{model} is neither a folder nor a model on the hub: {line_of(failure[0])}. Check the "
+            "spelling and the network, or name the folder of a model."
         )
 
 
@@ -125,7 +128,10 @@ def _weights(folder: Path, trusts_code: bool) -> int:
     config = check.check_config(folder, folder.name)
     _check_type(folder, config, trusts_code)
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
-        raise BadModelError(f"{folder} has no tokenizer, which is one of {', '.join(TOKENIZERS)}.")
+        raise BadModelError(
+            f"{folder} has no tokenizer: it needs one of the files {', '.join(TOKENIZERS)}. Copy "
+            "it from the model's repository."
+        )
     return sum(path.stat().st_size for path in folder.glob(check.WEIGHTS))
 
 
