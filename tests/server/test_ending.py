@@ -325,7 +325,7 @@ def test_a_rank_that_has_lost_its_group_answers_its_clients_and_writes_what_wait
     disk.gate.clear()
     records = [make_record((number, number + 1)) for number in range(3)]
     for record in records:
-        store.write(record, make_buffers(record))
+        store.write(record, lambda record=record: make_buffers(record))
 
     def fail(error: Exception) -> None:
         # The clients know it before the disk is waited for.

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ GRACE_SECONDS = 2
 WORN = 0.25
 
 
-@functools.lru_cache(PromptConfig.tokenizers)
 def renderer_of(source: TokenizerSource, stamp: object) -> PromptRenderer:
     """The renderer of a tokenizer whose files have this stamp_of().
 
@@ -58,17 +57,20 @@ def serve(connection: Connection) -> None:
     signal.signal(signal.SIGPROF, _out_of_time)
     fresh = _resident_bytes()
     connection.send(os.getpid())
-    is_worn = False
+    renderers, is_worn = None, False
     while not is_worn:
         config, seconds = connection.recv()
-        connection.send(_result(config, seconds, connection.recv()))
+        renderers = renderers or functools.lru_cache(config.tokenizers)(renderer_of)
+        connection.send(_result(renderers, config, seconds, connection.recv()))
         is_worn = _resident_bytes() - fresh > WORN * config.memory_bytes
 
 
-def _result(config: PromptConfig, seconds: float, job: Job) -> Result | BaseException:
+def _result(
+    renderers: Callable[..., PromptRenderer], config: PromptConfig, seconds: float, job: Job
+) -> Result | BaseException:
     """The result of a job, or why it has failed.
 
-    `seconds`: of the processor, without those for loading its tokenizer.
+    `renderers`: renderer_of(), which keeps some. `seconds`: of the processor, without those for loading its tokenizer.
     """
     try:
         if isinstance(job, bytes):
@@ -77,7 +79,7 @@ def _result(config: PromptConfig, seconds: float, job: Job) -> Result | BaseExce
             return None
         with _processor_time(config.load_seconds):
             source = job if isinstance(job, TokenizerSource) else job.source
-            renderer = renderer_of(source, stamp_of(Path(source.folder)))
+            renderer = renderers(source, stamp_of(Path(source.folder)))
         if isinstance(job, TokenizerSource):
             return None
         with _processor_time(seconds):
