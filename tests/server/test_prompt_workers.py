@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import lru_cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -103,9 +104,10 @@ def test_a_tokenizer_is_loaded_before_the_first_prompt_asks_for_it(
     monkeypatch.setattr(
         worker, "load_tokenizer_of", lambda source: loads.append(source.folder) or load(source)
     )
-    assert worker._result(config, 20, job(folder).source) is None
+    renderers = lru_cache(1)(worker.renderer_of)
+    assert worker._result(renderers, config, 20, job(folder).source) is None
     assert loads == [str(folder)]
-    prepared = worker._result(config, 20, job(folder))
+    prepared = worker._result(renderers, config, 20, job(folder))
     assert isinstance(prepared, PreparedPrompt)
     assert len(prepared.tokens) == HELLO_TOKENS
     assert loads == [str(folder)]

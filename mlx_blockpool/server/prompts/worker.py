@@ -70,7 +70,8 @@ def _result(
 ) -> Result | BaseException:
     """The result of a job, or why it has failed.
 
-    `renderers`: renderer_of(), which keeps some. `seconds`: of the processor, without those for loading its tokenizer.
+    `renderers`: renderer_of(), which keeps some. `seconds`: of the processor, without those for
+    loading its tokenizer.
     """
     try:
         if isinstance(job, bytes):
