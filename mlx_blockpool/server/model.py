@@ -43,7 +43,6 @@ from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store
 from ..tier.path_facts import PathFacts
 from . import model_caches as caches
-from .forms import FormTokens, tokens_of
 from .provider import BlockpoolModelProvider, ModelKey, WeightsHash
 from .replies import Reply
 from .sequential import DraftedPrefix, SequentialCache
@@ -74,7 +73,6 @@ class LoadedModel:
                    steps next.
     report:        the figures for GET /v1/cache.
     events:        the server's log of events.
-    form_tokens:   what structured outputs need of its tokenizer; None if it supports none.
     has_met_limits: whether a reply has exceeded the limits of its grammar since the generator last
     reset this.
     measurements:  what is remembered of its speed and of what it was proven to do.
@@ -110,7 +108,6 @@ class LoadedModel:
         self.idle_seconds = math.inf
         self.spent = 0.0
         self.report: dict[str, Any] = {"backend": None}
-        self.form_tokens: FormTokens | None = None
         self.has_met_limits = False
         self._config, self._measurements = config, measurements
         self._spec: ModelCacheSpec | None = None
@@ -167,7 +164,6 @@ class LoadedModel:
             self._open_caches(pool_bytes)
         self.num_forwards = len(passes)
         log.info("%s is served with %s", self.provider.name, self.how)
-        self.form_tokens = tokens_of(self.provider.tokenizer, self.provider.name)
         self.open_engine()
         if self.prefix is not None:
             publish(self.prefix.index, self.events)

@@ -18,7 +18,7 @@ from ..errors import BlockpoolError
 from ..mlx_lm_compat import image_parts
 from ..model_files.modelfile import local_folder, positions_of
 from .bodies import Json
-from .forms import Forms, FormTokens, has_form
+from .forms import Forms, FormTokens
 from .images import check_images, processor_of
 from .models.registry import ModelRegistry
 from .prompts.job import PromptJob, TokenizerJob, TokenizerResult, TokenizerSource
@@ -86,7 +86,7 @@ class PromptPreparation:
         if prepared.images is not None and request.pixels is not None:
             request.pixels.hold(prepared.images, job.image_at)
         request.prepared = prepared
-        if isinstance(request, PromptRequest) and has_form(request):
+        if isinstance(request, PromptRequest) and request.forms:
             request.compiled = self.forms.form_for(
                 request, args.model, self._form_tokens(args.model)
             )
@@ -124,11 +124,8 @@ class PromptPreparation:
 
     def _form_tokens(self, key: ModelKey) -> FormTokens | None:
         served = self.registry.loaded.get(key)
-        return (
-            self.forms.tokens_before(key, self._source(key))
-            if served is None
-            else served.form_tokens
-        )
+        tokenizer = None if served is None else served.provider.tokenizer
+        return self.forms.tokens_of(key, self._source(key), tokenizer)
 
     def _config(self, key: ModelKey) -> Json:
         """A model's config.json, also before the model is loaded."""

@@ -94,6 +94,11 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
     prediction: str = ""
     predictions: list[Prediction] = field(default_factory=list)
 
+    @property
+    def forms(self) -> list[OutputFormat | ToolFormat]:
+        """Those that the reply is held to: of its content and of its calls."""
+        return [] if self.form is None else [self.form]
+
 
 @dataclass
 class ChatRequest(PromptRequest):
@@ -111,6 +116,15 @@ class ChatRequest(PromptRequest):
     begin: str = ""
     only_count: bool = False
     held: tuple[ToolFormat, ...] = ()
+
+    @property
+    def forms(self) -> list[OutputFormat | ToolFormat]:
+        return [*super().forms, *self.held]
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the client wants the exact parameters of one of the tools."""
+        return any(tool.place is not None for tool in self.held)
 
 
 @dataclass(frozen=True)

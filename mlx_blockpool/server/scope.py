@@ -18,7 +18,6 @@ from ..store.agents import Agent
 from .access import checked_text, header_text, noted_name, own_name, shown
 from .bodies import StatusError
 from .conversation_id import conversation_id
-from .forms import unkept_by
 from .generator import BlockpoolGenerator
 from .images import HeldPixels
 from .normalise import LAST, scope_of
@@ -175,7 +174,7 @@ class RequestScope:
     def _prepare(self, request: PromptRequest, arguments: Any) -> None:
         """Normalise the prompt, and set what the generation thread needs on the request."""
         self._check(arguments.model)
-        self._unkept = unkept_by(request)
+        self._unkept = [place for form in request.forms for place in form.unkept]
         options, known, key = self.options, self.generator.normalisers, self._key(arguments.model)
         if self.page is not None:
             self._restrict(self.page, key)

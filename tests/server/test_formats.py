@@ -19,7 +19,6 @@ from mlx_blockpool.server.api import anthropic_request, ollama_request, response
 from mlx_blockpool.server.api.completions_request import ChatBody, TextBody
 from mlx_blockpool.server.api.errors import anthropic_status, openai_answer
 from mlx_blockpool.server.bodies import InvalidRequestError
-from mlx_blockpool.server.forms import unkept_by
 from mlx_blockpool.server.kept_responses import KeptResponses
 from mlx_blockpool.server.validation import validated
 
@@ -487,7 +486,8 @@ def test_what_a_form_does_not_keep_is_named(parse: Any, tool: Any, place: str, m
         for text in (request.form.text, request.held[0].schema, request.held[1].schema)
     ]
     assert kept == [{"type": "array", "items": {"type": "string"}}] * 3
-    assert unkept_by(request) == [*request.form.unkept, *request.held[0].unkept]
+    unkept = [place for form in request.forms for place in form.unkept]
+    assert unkept == [*request.form.unkept, *request.held[0].unkept]
 
 
 def test_a_few_parameters_alone_are_loosened_one_by_one() -> None:

@@ -439,11 +439,10 @@ def test_strict_tools_leave_a_model_alone_that_calls_none(swapping: Client) -> N
 
 
 def test_a_model_that_cannot_keep_a_form_refuses_it_with_its_place(swapping: Client) -> None:
-    forms, tokens, key = (
-        swapping.generator.forms,
-        swapping.generator.model.form_tokens,
-        ModelKey("a model"),
-    )
+    forms, key = swapping.generator.forms, ModelKey("a model")
+    served = swapping.generator.model
+    tokens = swapping.generator.preparation._form_tokens(served.key)
+    assert tokens is not None
     channels = replace(
         tokens.vocabulary, added={**tokens.vocabulary.added, "<|channel|>": 1, "<|message|>": 2}
     )
@@ -482,7 +481,7 @@ def test_a_long_beginning_of_a_form_that_costs_much_is_refused(
         consume(matcher, [5] * 100, "format")
 
 
-def test_tokens_of_models_that_are_not_loaded_are_read_once_for_the_same_files(
+def test_tokens_of_models_are_read_once_for_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -494,19 +493,19 @@ def test_tokens_of_models_that_are_not_loaded_are_read_once_for_the_same_files(
     monkeypatch.setattr("mlx_blockpool.server.forms.load_tokenizer_of", load)
     forms = Forms(FormConfig())
 
-    def tokens(name: str) -> FormTokens:
+    def tokens(name: str) -> FormTokens | None:
         (tmp_path / name).mkdir(exist_ok=True)
-        return forms.tokens_before(ModelKey(name), TokenizerSource(str(tmp_path / name), {}))
+        return forms.tokens_of(ModelKey(name), TokenizerSource(str(tmp_path / name), {}))
 
     assert tokens("A") is tokens("A")
     assert read == ["A"]
     (tmp_path / "A" / "tokenizer.json").write_text("{}")
     tokens("A")
     assert read == ["A", "A"]
-    # A is the one of three that was used first.
-    for name in "BCCBA":
+    # A is the one of five that was used first.
+    for name in "BCDECBA":
         tokens(name)
-    assert read[2:] == ["B", "C", "A"]
+    assert read[2:] == ["B", "C", "D", "E", "A"]
     forms.drop(ModelKey("A"))
     tokens("A")
-    assert read[5:] == ["A"]
+    assert read[7:] == ["A"]
