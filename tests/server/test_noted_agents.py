@@ -23,6 +23,7 @@ from mlx_blockpool.server.provider import ModelKey
 from mlx_blockpool.server.served_agents import ServedAgents
 from mlx_blockpool.server.watch.event_log import EventLog
 from mlx_blockpool.store.agents import Agent, Agents
+from mlx_blockpool.tier.restore import Rates
 from server.serving import Client, at_once, blockpool_server, cached_tokens
 
 
@@ -65,6 +66,8 @@ def test_what_is_pinned_outlives_the_budget(model: Path, tmp_path: Path) -> None
     with serve(model, tmp_path, "--store-bytes", str(2 * size)) as client:
         # The other one first: what it finds must not be what the pin has kept.
         assert cached_tokens(say(client, "other", "birds")) < 40
+        # Under load one of a few measured reads may have been slower than computing.
+        client.generator.model.prefix.stored.restores.rates = Rates()
         assert cached_tokens(say(client, "kept", "birds")) == kept["prompt_tokens"] - 1
 
 
