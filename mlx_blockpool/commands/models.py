@@ -5,6 +5,7 @@ download of another one.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from ..demo import NAME
 from ..errors import BlockpoolError
@@ -23,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> str:
     if args.download is not None:
         return _download(args.download)
-    rows = [["model", "weights", f"agents of {CONTEXT} tokens"]]
+    rows = [["model", "weights", "agents", "tokens of each"]]
     rows += [_row(name) for name in (*modelfile.downloaded(), NAME)]
     last = (
         f"They share {human_bytes(device.memory_bytes())} with the weights. `mlx-blockpool serve "
@@ -36,10 +37,12 @@ def _row(name: str) -> list[str]:
     try:
         (found,) = plan([name], CONTEXT, None)
     except BlockpoolError as error:
-        return [name, "-", line_of(error)]
+        return [name, "-", line_of(error), "-"]
+    found = replace(found, tokens=min(found.tokens, found.longest or found.tokens))
     size = found.weights.bytes
     agents = f"{found.agents:,}" if found.left > 0 else "the weights do not fit"
-    return [name, "unknown" if size is None else human_bytes(size), agents]
+    weights = "unknown" if size is None else human_bytes(size)
+    return [name, weights, agents, f"{found.tokens:,}"]
 
 
 def _download(name: str) -> str:

@@ -31,7 +31,7 @@ from thorough import only
 from mlx_blockpool.cli import main
 from mlx_blockpool.commands.plan import describe, parse_context, parse_memory
 from mlx_blockpool.mlx_lm_compat import installed
-from mlx_blockpool.model_files import device
+from mlx_blockpool.model_files import device, modelfile
 from mlx_blockpool.model_files.calculator import Memory, ModelPlan, Weights
 from mlx_blockpool.plugins import spec_from_config
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
@@ -469,3 +469,15 @@ def test_a_plan_of_all_of_them_takes_little(here: Path) -> None:
     found = measured(*given(*MODELS, *OTHERS), "--memory", "24GB")
     assert found["bytes"] < 200 * 10**6
     assert found["cpu"] < 5
+
+
+def test_models_are_listed_with_agents_of_at_most_the_positions_that_they_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write_config(tmp_path / "llama", LLAMA_8B_4BIT).parent)
+    monkeypatch.setattr(modelfile, "downloaded", lambda: [path, str(tmp_path / "gone")])
+    assert main(["models"]) == 0
+    llama, gone, demo = (line.split() for line in capsys.readouterr().out.splitlines()[1:4])
+    assert (llama[0], llama[-1]) == (path, "32,768")
+    assert "does not exist" in " ".join(gone)
+    assert (demo[0], demo[-1]) == ("demo", "8,192")
