@@ -123,7 +123,7 @@ class _Pass:
         if self.is_tentative:
             start = sum(self.counts[:member])
         if array.ndim == 1:
-            # The position of the first of them; scales and slopes are no integers.
+            # The position of the first of them; scales and slopes are not integers.
             is_positions = mx.issubdtype(array.dtype, mx.integer)
             return array[start : start + 1] if is_positions else array
         axes = (2, 1) if array.ndim > 3 else (1, 2)

@@ -235,6 +235,7 @@ def _config_path(model: str) -> Path:
     path = Path(model_path(model))
     path = path / "config.json" if os.path.isdir(path) else path
     if os.path.isfile(path):
+        check_form(str(path))
         return path
     check_form(model)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not os.path.isdir(path.parent):

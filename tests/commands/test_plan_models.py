@@ -481,3 +481,11 @@ def test_models_are_listed_with_agents_of_at_most_the_positions_that_they_have(
     assert (llama[0], llama[-1]) == (path, "32,768")
     assert "does not exist" in " ".join(gone)
     assert (demo[0], demo[-1]) == ("demo", "8,192")
+
+
+def test_a_file_of_llama_cpp_is_not_read_as_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF")
+    assert "m.gguf has weights in the form GGUF" in refusal(capsys, "--model", str(path))
