@@ -46,7 +46,7 @@ def simulated(name: str, prompt: tuple[int, ...], reply: list[int], drafts: int)
     return accepted
 
 
-@pytest.mark.parametrize("name", only(NAMES, "qwen3_5"))
+@pytest.mark.parametrize("name", only(heads.NAMES, "qwen3_5"))
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_what_is_accepted_is_what_the_head_guesses_without_caches(name: str, drafts: int) -> None:
     prompt = words(3, 270)
