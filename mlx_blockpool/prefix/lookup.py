@@ -56,8 +56,8 @@ def explain(
     """The lookup of `tokens` under a salt whose match could be resumed at `hit`."""
     cause = _cause(index, tokens, match, hit, salt)
     expected = (
-        continuation(match, SHOWN)
-        if cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1
+        continuation(match.path[-1], match.tokens, SHOWN)
+        if match.path and cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1
         else []
     )
     given = tokens[match.tokens : match.tokens + SHOWN] if expected else ()
@@ -86,6 +86,6 @@ def _cause(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, sa
     is_elsewhere = match.partial is None and any(not child.in_memory for child in parent.children)
     if is_elsewhere and index.trie.match(tokens, salt).tokens > match.tokens:
         return "on disk"
-    if continuation(match, 1):
+    if match.path and (match.tokens < match.path[-1].end or match.path[-1].children):
         return "differs"
     return "longer" if match.tokens else "new"

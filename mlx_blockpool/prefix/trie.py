@@ -447,7 +447,13 @@ class Trie:
         them.
         """
         match = self.match(tokens, salt, start)
-        return continuation(match, at_most) if match.tokens == len(tokens) else []
+        if not match.path or match.tokens < len(tokens):
+            return []
+        node = match.path[-1]
+        if match.tokens < node.end:
+            alike = (near for near, end in node.near_siblings() if end >= match.tokens)
+            node = max(alike, key=_number)
+        return continuation(node, match.tokens, at_most)
 
     def find(self, ref: PrefixRef, root: Node | None = None) -> PrefixRef:
         """As much of a prefix as is cached, found by its hashes.
@@ -554,17 +560,11 @@ class Trie:
             assert not node.removed, f"the edge at token {node.start} is marked as removed"
 
 
-def continuation(match: PrefixRef, at_most: int) -> list[int]:
-    """Up to `at_most` tokens that have followed a match; of several continuations the one added
-    last. Empty where nothing matched, or nothing follows.
+def continuation(node: Node, position: int, at_most: int) -> list[int]:
+    """Up to `at_most` tokens from a position in a node on, or at its end; of several children the
+    one added last.
     """
-    if not match.path:
-        return []
-    node, found = match.path[-1], list[int]()
-    if match.tokens < node.end:
-        alike = (near for near, end in node.near_siblings() if end >= match.tokens)
-        node = max(alike, key=_number)
-        found = decode(node.tokens[(match.tokens - node.start) * TOKEN_BYTES :])
+    found = decode(node.tokens[(position - node.start) * TOKEN_BYTES :])
     while len(found) < at_most and node.children:
         node = max(node.children, key=_number)
         found += decode(node.tokens)
