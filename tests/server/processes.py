@@ -86,7 +86,7 @@ def written(port: int) -> None:
     """Return once the store has nothing left to write."""
     while True:
         store = send(port, "/v1/cache")["store"]
-        if store["pending"] == 0 and store["queued_bytes"] == 0 and store["written"] > 0:
+        if store["pending"] == 0 and store["queued_bytes"] == 0 and store.get("written", 0) > 0:
             return
         # Each request is a line in a pipe that nobody reads.
         time.sleep(0.1)
