@@ -118,9 +118,7 @@ def _parser(chosen: str = "") -> argparse.ArgumentParser:
 
 
 def _complete(words: Sequence[str]) -> None:
-    """Print what may follow the words of a command line, for the shell that has asked for it, and
-    exit.
-    """
+    """Print the completions of a command line for the shell that requests them, and exit."""
     from argcomplete import autocomplete
 
     from .server.options import ServeParser
