@@ -1,11 +1,11 @@
 """Names for conversations whose clients give none: a chat is recognised by how it begins.
 
 A name ends with a digest of the model, the system messages and the first user message, without what
-the normalisers of volatile.py remove. All turns of a conversation have the same name, on any server
-at any time; an edited conversation keeps its name unless its first message was edited. Tools do not
-count, because clients add some later. Two chats that begin with the same messages share a name.
-Before the digest come the client and the first words of the user's message, for people:
-`claude-cli-fix-the-failing~3f2a9c0d41e7`.
+the normalisers of volatile.py remove. All turns of a conversation that one client sends have the
+same name, on any server at any time; an edited conversation keeps its name unless its first message
+was edited. Tools do not count, because clients add some later. Two chats of a client share a name
+if they begin with the same messages. Before the digest come the client and the first words of the
+user's message, for people: `claude-cli-fix-the-failing~3f2a9c0d41e7`.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def conversation_id(
 
 def _readable(user_agent: str, message: Message) -> str:
     """The client and the first words of a message, without parts such as <system-reminder>."""
-    texts = [part["text"].strip() for part in parts_of(message.get("content")) if is_text(part)]
-    own = " ".join(t for t in texts if not (t.startswith("<") and t.endswith(">")))
-    client, words = re.findall(r"[\w.-]+", user_agent)[:1], re.findall(r"\w+", own[:READABLE])
-    return "-".join([*(name[:CLIENT] for name in client), *words])[:READABLE].strip("-").lower()
+    texts = (part["text"].strip() for part in parts_of(message.get("content")) if is_text(part))
+    own = next((t for t in texts if not (t.startswith("<") and t.endswith(">"))), "")
+    # Lower case may add marks, which are not parts of words.
+    client = re.findall(r"[\w.-]+", user_agent.lower())[:1]
+    words = re.findall(r"\w+", own[:READABLE].lower())
+    return "-".join([*(name[:CLIENT] for name in client), *words])[:READABLE].strip("-")
 
 
 def _shortened(text: str) -> str:

@@ -33,8 +33,8 @@ from .request import ChatRequest, PromptRequest
 
 log = logging.getLogger(__name__)
 
-# Models whose tokens are kept.
-MOST_MODELS = 4
+# Models that are not loaded, whose tokens are kept for the requests that wait for them.
+MOST_WAITING = 2
 # Markers of channels (gpt-oss), between which nothing says where thinking ends and the content
 # begins.
 CHANNELS = frozenset({"<|channel|>", "<|message|>"})
@@ -68,14 +68,29 @@ def parser_of(tokenizer: Any) -> str:
     return str(named or tokenizer.tool_parser.__module__.rpartition(".")[2])
 
 
+def tokens_of(tokenizer: Any, name: str) -> FormTokens | None:
+    """FormTokens of a loaded model's tokenizer; None, which is logged, for one that cannot keep
+    forms.
+    """
+    began = time.perf_counter()
+    try:
+        found = FormTokens.from_tokenizer(tokenizer)
+    except FormError as error:
+        log.warning("%s: replies keep no forms: %s", name, error)
+        return None
+    log.debug("%s: its vocabulary was read in %.2f s", name, time.perf_counter() - began)
+    return found
+
+
 class Forms:
     """Compiles the forms of requests. Any thread may call it."""
 
     def __init__(self, config: FormConfig) -> None:
         self._compiler = Compiler(config)
         self._loading = threading.Lock()
-        # Tokens of models, with the stamp of the files that they were read from.
-        self._tokens: OrderedDict[ModelKey, tuple[Any, FormTokens | None]] = OrderedDict()
+        # Tokens of models that are not loaded, with the stamp of the files that they were read
+        # from.
+        self._waiting: OrderedDict[ModelKey, tuple[Any, FormTokens]] = OrderedDict()
         # How many requests have needed a form; and at its last change, how many of them drop_idle()
         # found, and when.
         self._requests = 0
@@ -103,7 +118,7 @@ class Forms:
         """Drop what was compiled for a model that was loaded or unloaded: its files may have
         changed. Does not wait.
         """
-        self._tokens.pop(key, None)
+        self._waiting.pop(key, None)
         self._compiler.drop(key)
 
     def drop_idle(self, now: float) -> None:
@@ -114,27 +129,27 @@ class Forms:
         if self._requests != self._seen[0]:
             self._seen = self._requests, now
         elif now - self._seen[1] >= self._compiler.config.idle_seconds:
-            self._tokens.clear()
+            self._waiting.clear()
             self._compiler.clear()
 
-    def tokens_of(
-        self, key: ModelKey, source: TokenizerSource, tokenizer: Any = None
-    ) -> FormTokens | None:
-        """The tokens of a model, read for its first request with a form; None, which is logged, if
-        it cannot keep forms. `tokenizer`: of a loaded model.
+    def tokens_before(self, key: ModelKey, source: TokenizerSource) -> FormTokens:
+        """The tokens of a model that is not loaded.
 
-        Raises what mlx-lm and the files raise.
+        Raises FormError, and what mlx-lm and the files raise.
         """
         with self._loading:
             stamp = stamp_of(Path(source.folder))
-            known = self._tokens.pop(key, None)
-            if known is None or known[0] != stamp:
-                known = stamp, _read(key, tokenizer or load_tokenizer_of(source))
-            self._tokens[key] = known
+            known = self._waiting.pop(key, None)
+            found = (
+                known[1]
+                if known is not None and known[0] == stamp
+                else FormTokens.from_tokenizer(load_tokenizer_of(source))
+            )
+            self._waiting[key] = stamp, found
             # Other threads drop entries without the lock.
-            for old in list(self._tokens)[:-MOST_MODELS]:
-                self._tokens.pop(old, None)
-        return known[1]
+            for old in list(self._waiting)[:-MOST_WAITING]:
+                self._waiting.pop(old, None)
+        return found
 
     def form_for(
         self, request: PromptRequest, key: ModelKey, tokens: FormTokens | None
@@ -224,17 +239,6 @@ def _calls(
             compiled(OutputFormat("json", tool.schema, tool.place).grammar, tool.place)
             compiled(grammar([tool]), tool.place)
     raise failed
-
-
-def _read(key: ModelKey, tokenizer: Any) -> FormTokens | None:
-    began = time.perf_counter()
-    try:
-        found = FormTokens.from_tokenizer(tokenizer)
-    except FormError as error:
-        log.warning("%s: replies keep no forms: %s", key.model, error)
-        return None
-    log.debug("%s: its vocabulary was read in %.2f s", key.model, time.perf_counter() - began)
-    return found
 
 
 def consume(matcher: LLMatcher, tokens: list[int], place: str) -> None:

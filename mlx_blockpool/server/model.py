@@ -43,6 +43,7 @@ from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store
 from ..tier.path_facts import PathFacts
 from . import model_caches as caches
+from .forms import FormTokens, tokens_of
 from .provider import BlockpoolModelProvider, ModelKey, WeightsHash
 from .replies import Reply
 from .sequential import DraftedPrefix, SequentialCache
@@ -317,6 +318,13 @@ class LoadedModel:
     def vocab_size(self) -> int:
         """The tokens that the model has logits of, by a forward pass that is not evaluated."""
         return int(self.provider.model(mx.zeros((1, 1), mx.int32)).shape[-1])
+
+    @cached_property
+    def form_tokens(self) -> FormTokens | None:
+        """What structured outputs need of its tokenizer, read for the first request with a form,
+        on its socket's thread; None if it supports none.
+        """
+        return tokens_of(self.provider.tokenizer, self.provider.name)
 
     @property
     def positions(self) -> int | None:

@@ -124,8 +124,11 @@ class PromptPreparation:
 
     def _form_tokens(self, key: ModelKey) -> FormTokens | None:
         served = self.registry.loaded.get(key)
-        tokenizer = None if served is None else served.provider.tokenizer
-        return self.forms.tokens_of(key, self._source(key), tokenizer)
+        return (
+            self.forms.tokens_before(key, self._source(key))
+            if served is None
+            else served.form_tokens
+        )
 
     def _config(self, key: ModelKey) -> Json:
         """A model's config.json, also before the model is loaded."""

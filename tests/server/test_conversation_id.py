@@ -14,7 +14,7 @@ import pytest
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.server import options
-from mlx_blockpool.server.conversation_id import conversation_id
+from mlx_blockpool.server.conversation_id import conversation_id, is_conversation_id
 from mlx_blockpool.server.normalise import Normalisers
 from mlx_blockpool.store.agents import Agents, shown
 from server.serving import Client, at_once, blockpool_server, cached_tokens, until
@@ -218,6 +218,7 @@ def test_what_changes_from_turn_to_turn_is_no_part_of_the_name(normalisers: Norm
         ("", "Tell me about birds.", "tell-me-about-birds"),
         ("OpenAI/Python 2.0", [{"type": "text", "text": "<a-b>\n1\n</a-b>"}], "openai"),
         ("a-very-long-name-of-a-client/1", "Ja, größer!", "a-very-long-na-ja-größer"),
+        ("", "İstanbul is large", "i-stanbul-is-large"),
     ],
 )
 def test_a_name_begins_with_the_client_and_the_first_words(
@@ -227,6 +228,7 @@ def test_a_name_begins_with_the_client_and_the_first_words(
     name = conversation_id(MODEL, messages, normalisers, user_agent=user_agent)
     assert name.rpartition("~")[0] == readable
     assert shown(name) == name
+    assert is_conversation_id(name)
     (digest,) = {
         conversation_id(MODEL, messages, normalisers, user_agent=each).rpartition("~")[2]
         for each in ("", "curl/8", user_agent)

@@ -441,7 +441,7 @@ def test_strict_tools_leave_a_model_alone_that_calls_none(swapping: Client) -> N
 def test_a_model_that_cannot_keep_a_form_refuses_it_with_its_place(swapping: Client) -> None:
     forms, key = swapping.generator.forms, ModelKey("a model")
     served = swapping.generator.model
-    tokens = swapping.generator.preparation._form_tokens(served.key)
+    tokens = served.form_tokens
     assert tokens is not None
     channels = replace(
         tokens.vocabulary, added={**tokens.vocabulary.added, "<|channel|>": 1, "<|message|>": 2}
@@ -463,6 +463,20 @@ def test_a_model_that_cannot_keep_a_form_refuses_it_with_its_place(swapping: Cli
     assert forms.form_for(replace(chat, held=(loose,), form=content), key, without) is not None
 
 
+def test_a_loaded_model_waits_for_no_tokens_of_others_and_reads_its_own_once(
+    swapping: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = swapping.generator.model
+    vars(served).pop("form_tokens", None)
+    read = Mock(wraps=FormTokens.from_tokenizer)
+    monkeypatch.setattr(FormTokens, "from_tokenizer", read)
+    form = {"type": "json_object"}
+    with swapping.generator.forms._loading:
+        for _ in range(2):
+            assert swapping.chat(HELLO, response_format=form, max_tokens=2)["choices"]
+    assert read.call_count == 1
+
+
 def test_other_threads_run_while_a_long_beginning_is_followed() -> None:
     """A matcher holds the GIL for all tokens that it is given at once."""
     matcher = Mock()
@@ -481,7 +495,7 @@ def test_a_long_beginning_of_a_form_that_costs_much_is_refused(
         consume(matcher, [5] * 100, "format")
 
 
-def test_tokens_of_models_are_read_once_for_the_same_files(
+def test_tokens_of_models_that_are_not_loaded_are_read_once_for_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -493,19 +507,19 @@ def test_tokens_of_models_are_read_once_for_the_same_files(
     monkeypatch.setattr("mlx_blockpool.server.forms.load_tokenizer_of", load)
     forms = Forms(FormConfig())
 
-    def tokens(name: str) -> FormTokens | None:
+    def tokens(name: str) -> FormTokens:
         (tmp_path / name).mkdir(exist_ok=True)
-        return forms.tokens_of(ModelKey(name), TokenizerSource(str(tmp_path / name), {}))
+        return forms.tokens_before(ModelKey(name), TokenizerSource(str(tmp_path / name), {}))
 
     assert tokens("A") is tokens("A")
     assert read == ["A"]
     (tmp_path / "A" / "tokenizer.json").write_text("{}")
     tokens("A")
     assert read == ["A", "A"]
-    # A is the one of five that was used first.
-    for name in "BCDECBA":
+    # A is the one of three that was used first.
+    for name in "BCCBA":
         tokens(name)
-    assert read[2:] == ["B", "C", "D", "E", "A"]
+    assert read[2:] == ["B", "C", "A"]
     forms.drop(ModelKey("A"))
     tokens("A")
-    assert read[7:] == ["A"]
+    assert read[5:] == ["A"]
