@@ -212,15 +212,15 @@ class _LocalServer:
         self._server = Server(url, key)
         self._url = url
         self.log = log_file()
-        self.command = [sys.executable, "-m", "mlx_blockpool.cli", "serve"]
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BlockpoolError(f"--url must be like {URL} (got {url})")
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._is_here = parts.scheme == "http" and parts.hostname in LOCAL
-        self.command += ["--host", parts.hostname, "--port", str(self._port)]
-        self.command += [] if model is None else ["--model", model]
-        self.command += [] if key_file is None else ["--api-key-file", str(key_file)]
+        self._options = ["--host", parts.hostname, "--port", str(self._port)]
+        self._options += [] if model is None else ["--model", model]
+        self._options += [] if key_file is None else ["--api-key-file", str(key_file)]
+        self.command = [sys.executable, "-m", "mlx_blockpool.cli", "serve", *self._options]
 
     def models(self) -> dict[str, Any] | None:
         """The list of its models; None if nothing listens there. Raises BlockpoolError."""
@@ -235,7 +235,7 @@ class _LocalServer:
         """Raises BlockpoolError if the server that would be started has no model."""
         from ..server.options import parse
 
-        if parse(self.command[4:]).model is None:
+        if parse(self._options).model is None:
             raise BlockpoolError(
                 f"No server runs at {self._url}, and one that is started needs a model. Give "
                 '--model NAME (demo is bundled), or write model = "NAME" into '
